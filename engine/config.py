@@ -1,0 +1,195 @@
+"""What was asked of the engine (`EngineConfig`) and what was decided from it (`ResolvedConfig`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<suffix>[kmgtKMGT]?)")
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class ConfigError(ValueError):
+    """A setting that can never work; the message names the setting, its value and the limit."""
+
+
+def parse_size(text: str) -> int:
+    """Read a whole number that may end in a suffix: `16k` is 16,000 and `16K` is 16,384.
+
+    Lower case is decimal and may carry decimals, upper case is binary and may not
+    (vLLM: `vllm/utils/argparse_utils.py`, `human_readable_int`).
+
+    Raises:
+        ConfigError: for anything else, naming the text.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: write 16384, 16k (16,000) or 16K (16,384)")
+    number, suffix = match["number"], match["suffix"]
+    if suffix in _BINARY:
+        if "." in number:
+            raise ConfigError(f"{text!r}: a binary suffix takes a whole number; write {number}{suffix.lower()}")
+        return int(number) * _BINARY[suffix]
+    value = Decimal(number) * _DECIMAL[suffix]
+    if value != int(value):
+        raise ConfigError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Every knob of the engine, under vLLM's names; what was asked for, never what was decided."""
+
+    model: str
+    """A local Hugging Face folder, a hub id where there is a network, or `embedded`: the model that ships with us."""
+
+    served_model_name: str | None = None
+    """The name clients use; None takes `model`."""
+
+    max_num_seqs: int = 128
+    """Most requests running at once: the fence. Unit: requests."""
+
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step, prefill and decode together. Unit: tokens."""
+
+    gpu_memory_utilization: float = 0.92
+    """Share of the device's memory this instance may take: weights, activations and KV blocks. In (0, 1]."""
+
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and output together; None takes the model's own. Unit: tokens."""
+
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be split over several steps."""
+
+    enable_prefix_caching: bool = False
+    """Whether requests share the KV blocks of equal prefixes. Not built yet: only False is accepted."""
+
+    block_size: int = 16
+    """Tokens that one KV block holds. Unit: tokens."""
+
+    num_gpu_blocks_override: int | None = None
+    """Number of KV blocks to use instead of what the memory budget yields. Unit: blocks."""
+
+    device_memory_bytes: int | None = None
+    """On CPU, the device that `gpu_memory_utilization` is a share of; None takes half the RAM. Unit: bytes."""
+
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto`: float32 on CPU, the checkpoint's own on a GPU."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
+
+    load_format: str = "auto"
+    """`safetensors`, `dummy` (seeded weights made up at start), or `auto`: dummy for `embedded`, else safetensors."""
+
+    seed: int = 0
+    """Seeds dummy weights and the sampling of requests that bring no seed."""
+
+    cpu_omp_threads_bind: str = "auto"
+    """CPUs the core computes on, such as `0-3`; `auto`: all this process may use but the last; `nobind`: no pinning."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _require_at_least_one(name, getattr(self, name))
+        for name in ("max_model_len", "num_gpu_blocks_override", "device_memory_bytes"):
+            if getattr(self, name) is not None:
+                _require_at_least_one(name, getattr(self, name))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]: "
+                "it is a share of the device's memory"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a decode step needs one token per running request; raise the budget or lower the sequences"
+            )
+        if self.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching=True: this engine has no prefix caching yet; leave it off")
+        _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _require_one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _require_one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+
+
+def _require_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name}={value} is below 1")
+
+
+def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def check_against_model(config: EngineConfig, *, max_model_len: int) -> list[str]:
+    """Check the rules that need the model's length; returns warnings.
+
+    Args:
+        max_model_len: the length in force, asked for or the model's own. Unit: tokens.
+
+    Raises:
+        ConfigError: with chunked prefill off and a budget one whole prompt does not fit into.
+    """
+    budget = config.max_num_batched_tokens
+    if not config.enable_chunked_prefill and budget < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is below max_model_len={max_model_len} with chunked prefill off: "
+            "a whole prompt must fit one step; raise the budget, lower max_model_len or turn chunked prefill on"
+        )
+    most = config.max_num_seqs * max_model_len
+    if budget > most:
+        return [
+            f"max_num_batched_tokens={budget} is above max_num_seqs x max_model_len = {most}: no step can be that large"
+        ]
+    return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """Where the device's memory goes. Every field in bytes.
+
+    `kv_cache_bytes = requested_bytes - weights_bytes - activation_peak_bytes - request_buffers_bytes - non_torch_bytes`
+    (vLLM: `vllm/v1/worker/gpu_worker.py`, `determine_available_memory`).
+    """
+
+    total_bytes: int
+    """The whole device; on CPU the byte budget."""
+
+    requested_bytes: int
+    """`total_bytes x gpu_memory_utilization`: what this instance may take."""
+
+    weights_bytes: int
+    activation_peak_bytes: int
+    """Measured by a profiling pass of the largest step."""
+
+    request_buffers_bytes: int
+    """Buffers that grow with `max_num_seqs` and `max_model_len`: token ids, block tables."""
+
+    non_torch_bytes: int
+    """What libraries took outside torch's tensors, by difference."""
+
+    kv_cache_bytes: int
+    """What is left for KV blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """What the engine decided from an `EngineConfig`, a model and a device: the values in force."""
+
+    asked: EngineConfig
+    served_model_name: str
+    max_model_len: int
+    dtype: str
+    device: str
+    num_gpu_blocks: int
+    """KV blocks there are, all of them usable. Unit: blocks."""
+
+    kv_block_bytes: int
+    """Bytes of one KV block over all layers."""
+
+    memory: MemoryBudget
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    warnings: tuple[str, ...] = ()

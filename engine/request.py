@@ -1,0 +1,71 @@
+"""A request: what was asked, how far it has come, why it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class RequestState(StrEnum):
+    """Where a request is. Preempted requests wait again, with their outputs kept."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, in the words of the OpenAI API (`abort`: the client went away)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop."""
+
+    max_tokens: int
+    """Most tokens to generate. Unit: tokens."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+
+    seed: int | None = None
+    """None draws from the engine's own generator; any integer, 0 included, makes the request repeatable."""
+
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever the model says; load tests need exact lengths."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One request as the scheduler sees it: token ids and counters, no text, no tensors.
+
+    Token ownership, by position:  [0, num_computed_tokens) has its KV in blocks
+                                   [num_computed_tokens, num_known_tokens) still to be computed
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and outputs so far: what computation has to catch up with. Unit: tokens."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def known_tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids at positions [start, stop) of prompt followed by outputs."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        outputs = self.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]
+        return (*self.prompt_token_ids[start:num_prompt], *outputs)

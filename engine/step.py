@@ -1,0 +1,60 @@
+"""What one iteration will do (`StepPlan`) and did (`StepResult`): plain values between scheduler and executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One request's share of a step: compute `token_ids` at positions [start, start + len(token_ids))."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The tokens to compute: one for a decode, a chunk of the prompt for a prefill."""
+
+    start: int
+    """Position of the first of them: tokens computed before this step."""
+
+    block_ids: tuple[int, ...]
+    """The request's whole block table: position p lives in block `block_ids[p // block_size]`."""
+
+    samples: bool
+    """Whether computation catches up with the known tokens here, so that a next token is drawn."""
+
+    output_index: int
+    """Index of the token this step may draw among the request's outputs; with `seed` it fixes the draw."""
+
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one iteration will do, decided before anything is computed."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    """In the scheduler's order: the running list first, then the newly admitted."""
+
+    admitted: tuple[str, ...] = ()
+    """Requests admitted in this step for the first time."""
+
+    resumed: tuple[str, ...] = ()
+    """Requests admitted again after a preemption."""
+
+    preempted: tuple[str, ...] = ()
+    """Requests preempted by this step, in the order of preemption."""
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens computed in this step. Unit: tokens."""
+        return sum(len(item.token_ids) for item in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one iteration did: the token drawn for every scheduled request whose `samples` was true."""
+
+    sampled_token_ids: dict[str, int]
+    """Request id → token id."""

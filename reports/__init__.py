@@ -1,0 +1,1 @@
+"""Figures and the HTML report: reads records, runs nothing."""

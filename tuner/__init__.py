@@ -1,0 +1,1 @@
+"""kneetune: the tuning job."""

@@ -1,0 +1,1 @@
+"""Pure functions from records to answers: no files, no sockets, no clocks."""

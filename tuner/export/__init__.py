@@ -1,0 +1,1 @@
+"""Deployable files, one file a format."""

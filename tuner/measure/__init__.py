@@ -1,0 +1,1 @@
+"""From streams and scrapes to figures."""

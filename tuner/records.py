@@ -1,0 +1,478 @@
+"""What a run consists of: the values that are measured, decided, stored and read back.
+
+Every figure carries its unit in its name. `None` means unknown (or not applicable) and is never a zero.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+"""Raised by one whenever a stored field changes its meaning or leaves."""
+
+
+class Record(BaseModel):
+    """A frozen value with no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class EngineConfig(Record):
+    """One value for each engine parameter, under vLLM's names: an engine config."""
+
+    max_num_seqs: int = Field(ge=1)
+    """The fence: most requests running at once."""
+
+    max_num_batched_tokens: int = Field(ge=1)
+    """Token budget of one step."""
+
+    gpu_memory_utilization: float = Field(gt=0, le=1)
+    """Share of the device's memory."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most tokens of one request; None leaves the model's own length."""
+
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = False
+    dtype: str = "auto"
+    tensor_parallel_size: int = Field(default=1, ge=1)
+
+
+class Estimate(Record):
+    """A measured figure with its 95 % interval and the number of samples behind it."""
+
+    value: float
+    low: float | None = None
+    """Lower end of the interval; None where there are too few samples to give one."""
+
+    high: float | None = None
+    num_samples: int = Field(ge=0)
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there were samples enough to say how sure the figure is."""
+        return self.low is not None and self.high is not None
+
+
+class StageKind(StrEnum):
+    """Why a stage was measured."""
+
+    LADDER = "ladder"
+    """A rung of the doubling ladder."""
+
+    BISECT = "bisect"
+    """Between two rungs, where the knee may stand."""
+
+    OVERLOAD = "overload"
+    """Past the fence on purpose: what overload does to this config."""
+
+    OPERATING = "operating"
+    """A profile's operating point, re-measured."""
+
+    DOUBLE = "double"
+    """Twice the operating point's load."""
+
+    BURST = "burst"
+    """Long prompts at twice the knee's load."""
+
+
+class RequestRecord(Record):
+    """One request as its sender saw it. Times in seconds from the stage's first send, on one monotonic clock."""
+
+    index: int
+    intended_s: float
+    """When it should have been sent; latencies count from here."""
+
+    sent_s: float
+    """When its bytes were handed to the socket."""
+
+    first_token_s: float | None = None
+    finished_s: float
+    token_times_s: tuple[float, ...] = ()
+    """Arrival of each token. A chunk of k tokens spreads them evenly over the gap it closed."""
+
+    longest_stall_s: float = 0.0
+    """The longest gap between two chunks that brought tokens."""
+
+    num_prompt_tokens: int
+    """As the server counted, or as sent where it did not say."""
+
+    num_output_tokens: int
+    """As the server counted."""
+
+    asked_output_tokens: int
+    error: str | None = None
+    """Why it failed; None for a success. A failed request has no latency."""
+
+    rejected: bool = False
+    """Refused with 503: counted apart from failures."""
+
+    warm_up: bool = False
+    """Finished before the measured window began, or not wholly inside it; kept for the record, not for the figures."""
+
+
+class MemoryFigures(Record):
+    """Three different questions about memory; every field in bytes."""
+
+    reserved_bytes: int | None = None
+    """What the share takes: flat in load."""
+
+    in_use_peak_bytes: int | None = None
+    """Weights, activation peak and the most KV blocks seen in use: says whether the share is needed."""
+
+    device_peak_bytes: int | None = None
+    """What the device or the operating system charged the engine's processes with (PSS on CPU)."""
+
+
+class StageRecord(Record):
+    """One load held until steady, then measured on one running engine."""
+
+    index: int
+    """Order within the trial."""
+
+    kind: StageKind
+    load: int = Field(ge=1)
+    """Concurrent requests of a closed loop."""
+
+    fenced: bool
+    """Whether load is above `max_num_seqs`, so that the rest waits in the queue by our own limit."""
+
+    workload_hash: str
+    warm_up_s: float
+    measured_s: float
+    wall_s: float
+    """Warm-up and measurement together: the time load was on the engine."""
+
+    ended_by: Literal["precise", "time", "failures", "stalled"]
+    """Which rule ended it: the interval was narrow enough, its time was up, too much failed, or nothing moved."""
+
+    num_warm_up_requests: int
+    num_completed: int
+    num_failed: int
+    num_rejected: int
+    first_error: str | None = None
+
+    output_throughput: Estimate
+    """Generated tokens per second."""
+
+    request_throughput_rps: float
+    ttft_p50_ms: Estimate
+    ttft_p95_ms: Estimate
+    itl_p50_ms: Estimate
+    itl_p95_ms: Estimate
+    tpot_p50_ms: Estimate
+    tpot_p95_ms: Estimate
+    e2e_p50_ms: Estimate
+    e2e_p95_ms: Estimate
+    longest_stall_ms: float | None = None
+
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    mean_in_flight: float
+    """Time average of requests in flight, as the sender saw them."""
+
+    littles_law_ratio: float | None = None
+    """Throughput x mean latency / mean in flight: 1 when the figures are consistent."""
+
+    send_slip_p95_ms: float
+    """How late the sender was: intended to handed to the socket."""
+
+    loop_lag_p95_ms: float
+    """How late the sender's own event loop ran."""
+
+    num_preemptions: int | None
+    """Difference of the engine's counter over the measured window."""
+
+    kv_cache_usage_peak: float | None
+    """Most of the KV cache seen in use, 0 to 1, observed by scrapes."""
+
+    mean_running: float | None
+    mean_waiting: float | None
+    peak_running: int | None
+    memory: MemoryFigures
+    valid: bool
+    invalid_reasons: tuple[str, ...] = ()
+
+
+class FailureKind(StrEnum):
+    """Why a trial has no figures. The first group says something about the config, the last two do not."""
+
+    INVALID_CONFIG = "invalid_config"
+    NO_KV_MEMORY = "no_kv_memory"
+    OOM_STARTUP = "oom_startup"
+    OOM_RUNTIME = "oom_runtime"
+    START_TIMEOUT = "start_timeout"
+    CRASHED = "crashed"
+    STALLED = "stalled"
+    CONFIG_MISMATCH = "config_mismatch"
+    INFRASTRUCTURE = "infrastructure"
+    INVALID_MEASUREMENT = "invalid_measurement"
+
+
+class Failed(Record):
+    """A trial that gave no figures."""
+
+    outcome: Literal["failed"] = "failed"
+    kind: FailureKind
+    detail: str
+    """The decisive line: what the engine or the tuner said, and where to read more."""
+
+
+class EngineFacts(Record):
+    """What the running engine said of itself after the launch."""
+
+    engine: str
+    version: str
+    num_gpu_blocks: int | None
+    block_size: int | None
+    max_model_len: int
+    kv_block_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    """The device the share is a share of."""
+
+    memory_reserved_bytes: int | None = None
+    weights_bytes: int | None = None
+    activation_peak_bytes: int | None = None
+
+
+class Measured(Record):
+    """A trial whose ladder was climbed."""
+
+    outcome: Literal["measured"] = "measured"
+    facts: EngineFacts
+    stages: tuple[StageRecord, ...]
+
+
+TrialOutcome = Annotated[Measured | Failed, Field(discriminator="outcome")]
+
+
+class TrialRole(StrEnum):
+    """What a launch was for."""
+
+    STUDY = "study"
+    CONFIRM_PRODUCTION = "confirm_production"
+    CONFIRM_BASELINE = "confirm_baseline"
+    CONFIRM_PROTECTIVE = "confirm_protective"
+
+
+class TrialRecord(Record):
+    """One engine config, one launch, one ladder."""
+
+    number: int
+    role: TrialRole
+    config: EngineConfig
+    origin: str
+    """Where the config came from: `defaults`, `cautious_start`, `sampler`, `production`, `protective`."""
+
+    outcome: TrialOutcome
+    start_s: float = 0.0
+    """From the launch to the first healthy answer."""
+
+    measure_s: float = 0.0
+    """Load on the engine: warm-up and measurement of all stages."""
+
+    wall_s: float = 0.0
+    """The whole trial, the stop included."""
+
+
+class LadderVerdict(StrEnum):
+    """What a ladder says about its knee."""
+
+    KNEE = "knee"
+    FENCED = "fenced"
+    NOT_REACHED = "not_reached"
+    ALREADY_SATURATED = "already_saturated"
+    TOO_FEW_STAGES = "too_few_stages"
+
+
+class RunVerdict(StrEnum):
+    """What a run says about its question."""
+
+    RESOLVED = "resolved"
+    NOT_REACHED = "not_reached"
+    ALREADY_SATURATED = "already_saturated"
+    TOO_FEW_STAGES = "too_few_stages"
+    SLO_INFEASIBLE = "slo_infeasible"
+    NO_FEASIBLE_CONFIG = "no_feasible_config"
+
+
+class Slo(Record):
+    """Limits a setting must meet at its operating point."""
+
+    ttft_p95_ms: float = Field(gt=0)
+    itl_p95_ms: float = Field(gt=0)
+    derived: bool = False
+    """Whether the limits came from the unloaded engine because none were given."""
+
+
+class CrossChecks(Record):
+    """What other knee rules say; shown, never deciding. Loads, or None where a rule gives no answer."""
+
+    asymptote_crossing: float | None = None
+    usl: float | None = None
+    kneedle: float | None = None
+    ten_percent_per_doubling: float | None = None
+
+
+class KneeFinding(Record):
+    """The answer to one ladder."""
+
+    verdict: LadderVerdict
+    load: float | None = None
+    """The knee; None unless the verdict is `knee`."""
+
+    interval: tuple[float, float] | None = None
+    """Where the knee may stand, given the stages' noise."""
+
+    cautious_load: float | None = None
+    """The load of greatest Kleinrock power (r = 1)."""
+
+    binding: str | None = None
+    """What saturates there: `kv_blocks`, `token_budget`, `compute`, or `fence`, our own limit; None: unknown."""
+
+    signals: tuple[str, ...] = ()
+    """What was seen around the bend, in words: preemptions, dips, collapse, tail onset."""
+
+    dips: tuple[float, ...] = ()
+    cross_checks: CrossChecks = CrossChecks()
+    warnings: tuple[str, ...] = ()
+
+
+class OperatingPoint(Record):
+    """A measured stage a setting is meant to run at."""
+
+    load: int
+    output_throughput: Estimate
+    ttft_p95_ms: Estimate
+    itl_p95_ms: Estimate
+    num_preemptions: int | None
+    kv_cache_usage_peak: float | None
+    peak_memory_bytes: int | None
+    """Peak in use under load: weights, activation peak, peak used KV blocks."""
+
+    reserved_memory_bytes: int | None
+
+
+class ParetoPoint(Record):
+    """One (config, stage) that no other beats beyond noise."""
+
+    trial: int
+    stage: int
+    config: EngineConfig
+    load: int
+    output_throughput: float
+    ttft_p95_ms: float
+    itl_p95_ms: float
+
+
+class BurstEvidence(Record):
+    """What a burst of long prompts at twice the knee's load did to the protective profile."""
+
+    load: int
+    num_completed: int
+    num_failed: int
+    num_rejected: int
+    num_preemptions: int | None
+    ttft_p95_ms: Estimate
+    itl_p95_ms: Estimate
+    goodput_rps: float
+    """Requests per second that each met the SLO by their own TTFT and TPOT."""
+
+    kv_cache_usage_peak: float | None
+    passed: bool
+    reasons: tuple[str, ...] = ()
+    """Why it did not pass; empty when it did."""
+
+
+class Profile(Record):
+    """A named, deployable engine config with its evidence."""
+
+    name: Literal["production", "protective"]
+    config: EngineConfig
+    operating_point: OperatingPoint
+    trial: int
+    """The study trial it was chosen from."""
+
+    confirmed_by: tuple[int, ...] = ()
+    """Trials of its own that re-measured it; their figures are the reported ones."""
+
+    evidence: tuple[str, ...] = ()
+    """Sentences that say why, each with its figures."""
+
+    cuts: tuple[str, ...] = ()
+    """For the protective profile: each parameter below production and the failure it answers."""
+
+    burst: BurstEvidence | None = None
+
+
+class Baseline(Record):
+    """The engine's own defaults, and what production is worth beside them."""
+
+    trial: int
+    config: EngineConfig
+    operating_point: OperatingPoint | None
+    confirmed_by: tuple[int, ...] = ()
+    throughput_gain: Estimate | None = None
+    """Production over the defaults at production's load, re-measured in turn; 1.0 is no gain."""
+
+
+class TimeSplit(Record):
+    """Where the study's wall time went. Seconds."""
+
+    wall_s: float
+    start_s: float
+    measure_s: float
+    overhead_s: float
+    """What was neither an engine start nor load under measurement; waits count here."""
+
+
+class Provenance(Record):
+    """What a reader needs to judge whether the answer still holds."""
+
+    kneetune_version: str
+    engine: str
+    engine_version: str | None
+    model: str
+    model_hash: str
+    workload: str
+    workload_hash: str
+    device: str
+    hardware: str
+    python: str
+    packages: dict[str, str]
+    seed: int
+    created: str
+    simulated: bool = False
+
+
+class Recommendation(Record):
+    """The answer of a run: `recommendation.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    verdict: RunVerdict
+    reason: str
+    """The verdict in one sentence, with its figures."""
+
+    slo: Slo | None
+    knee: KneeFinding | None
+    """Production's config with the fence lifted; None where the verdict is not `resolved`."""
+
+    knee_trial: int | None = None
+    """The trial whose ladder shows it."""
+
+    production: Profile | None
+    protective: Profile | None
+    baseline: Baseline | None
+    pareto: tuple[ParetoPoint, ...] = ()
+    safe_rate_rps: Estimate | None = None
+    least_violating_trial: int | None = None
+    """Where no setting meets the SLO: the one that comes closest."""
+
+    num_trials: int
+    num_failed: int
+    time: TimeSplit
+    provenance: Provenance
+    warnings: tuple[str, ...] = ()
