@@ -1,0 +1,121 @@
+"""`StepPlan` to tensors, through buffers that are allocated once and reused by every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionInputs
+from engine.step import ScheduledRequest, StepPlan
+
+
+class StagedBuffer:
+    """A host array to write into and its tensor on the device; on CPU both are the same memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = self._host if device.type == "cpu" else self._host.to(device)
+        self.array = self._host.numpy()
+        self.nbytes = self._device.nbytes
+
+    def send(self, *sizes: int) -> Tensor:
+        """The leading corner of these sizes, on the device, holding what the host array holds."""
+        corner = tuple(slice(size) for size in sizes)
+        device = self._device[corner]
+        if self._device is not self._host:
+            device.copy_(self._host[corner], non_blocking=True)
+        return device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One step as tensors; T tokens in the plan's order. Valid until the next `fill` of its buffers."""
+
+    token_ids: Tensor
+    """(T,) int64."""
+
+    positions: Tensor
+    """(T,) int64."""
+
+    attention: AttentionInputs
+    sampled_rows: Tensor
+    """(rows,) int64: the tokens whose hidden state a next token is drawn from."""
+
+    sampled: tuple[ScheduledRequest, ...]
+    """The requests those rows belong to."""
+
+
+class BatchBuffers:
+    """Everything a step sends to the device but weights and KV: the request buffers, sized for the largest step."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._block_size = block_size
+        tokens, columns = (max_num_batched_tokens,), -(-max_model_len // block_size)
+        self._token_ids = StagedBuffer(tokens, torch.int64, device)
+        self._positions = StagedBuffer(tokens, torch.int64, device)
+        self._slots = StagedBuffer(tokens, torch.int64, device)
+        self._block_tables = StagedBuffer((max_num_seqs, columns), torch.int32, device)
+        self._context_lens = StagedBuffer((max_num_seqs,), torch.int32, device)
+        self._query_starts = StagedBuffer((max_num_seqs + 1,), torch.int32, device)
+        self._sampled_rows = StagedBuffer((max_num_seqs,), torch.int64, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes these buffers take on the device."""
+        return sum(buffer.nbytes for buffer in vars(self).values() if isinstance(buffer, StagedBuffer))
+
+    def fill(self, plan: StepPlan) -> Batch:
+        """Lay a plan out as tensors; the previous batch's are overwritten."""
+        scheduled = plan.scheduled
+        num_requests, num_tokens = len(scheduled), plan.num_scheduled_tokens
+        lens = np.fromiter((len(item.token_ids) for item in scheduled), np.int64, num_requests)
+        starts = np.fromiter((item.start for item in scheduled), np.int64, num_requests)
+        query_starts = self._query_starts.array[: num_requests + 1]
+        query_starts[0] = 0
+        np.cumsum(lens, out=query_starts[1:])
+        self._context_lens.array[:num_requests] = starts + lens
+        columns = self._fill_block_tables(scheduled)
+        rows = np.repeat(np.arange(num_requests), lens)
+        positions = self._positions.array[:num_tokens]
+        np.add(np.arange(num_tokens), (starts - query_starts[:-1])[rows], out=positions)
+        blocks = self._block_tables.array[rows, positions // self._block_size].astype(np.int64)
+        self._slots.array[:num_tokens] = blocks * self._block_size + positions % self._block_size
+        ids = chain.from_iterable(item.token_ids for item in scheduled)
+        self._token_ids.array[:num_tokens] = np.fromiter(ids, np.int64, num_tokens)
+        sampling = [index for index, item in enumerate(scheduled) if item.samples]
+        self._sampled_rows.array[: len(sampling)] = query_starts[1:][sampling] - 1
+        return Batch(
+            token_ids=self._token_ids.send(num_tokens),
+            positions=self._positions.send(num_tokens),
+            attention=AttentionInputs(
+                slots=self._slots.send(num_tokens),
+                block_tables=self._block_tables.send(num_requests, columns),
+                context_lens=self._context_lens.send(num_requests),
+                query_starts=self._query_starts.send(num_requests + 1),
+            ),
+            sampled_rows=self._sampled_rows.send(len(sampling)),
+            sampled=tuple(scheduled[index] for index in sampling),
+        )
+
+    def _fill_block_tables(self, scheduled: Sequence[ScheduledRequest]) -> int:
+        """Write each request's block ids into its row, the rest 0; returns the columns in use."""
+        counts = np.fromiter((len(item.block_ids) for item in scheduled), np.int64, len(scheduled))
+        columns = int(counts.max())
+        tables = self._block_tables.array[: len(scheduled), :columns]
+        ids = chain.from_iterable(item.block_ids for item in scheduled)
+        tables[:] = 0
+        tables[np.arange(columns) < counts[:, None]] = np.fromiter(ids, np.int32, int(counts.sum()))
+        return columns

@@ -1,0 +1,1 @@
+"""The model that ships with this package: a small Qwen3 shape, whose weights are made up from a seed at start."""
