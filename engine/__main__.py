@@ -1,0 +1,132 @@
+"""The engine's command line: `python -m engine serve MODEL --max-num-seqs 64 …`, with vLLM's flag names."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+from engine.config import ConfigError, EngineConfig, parse_size
+from engine.core import CoreFailed
+from engine.launch import report_start_failure, serve
+
+_SIZE_HELP = "plain, or 16k (16,000), or 16K (16,384)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, check, serve; returns the exit code. What can be refused without a model is refused at once."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    parser, serve_parser = build_parsers()
+    try:
+        args = parser.parse_args(given)
+        if args.config is not None:
+            args = parser.parse_args(["serve", *flags_of_file(args.config, serve_parser), *given[1:]])
+        config = engine_config(args)
+    except ConfigError as error:
+        return report_start_failure(CoreFailed("invalid_config", str(error)))
+    return serve(config, host=args.host, port=args.port)
+
+
+def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The whole command line's parser and that of `serve`, whose defaults are those of `EngineConfig`."""
+    parser = argparse.ArgumentParser(prog="python -m engine", description="The built-in LLM serving engine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("serve", help="serve a model over an OpenAI-compatible API", allow_abbrev=False)
+    add = command.add_argument
+    add("model", nargs="?", help="a local Hugging Face folder, a hub id, or `embedded`: the model that ships with us")
+    add("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
+    add("--config", type=Path, metavar="FILE.yaml", help="read flags from a file; the command line wins")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 picks a free one and says which (default: %(default)s)")
+    add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL)")
+    add("--max-num-seqs", type=_size, metavar="N", help="most requests running at once")
+    add("--max-num-batched-tokens", type=_size, metavar="TOKENS", help=f"token budget of a step: {_SIZE_HELP}")
+    add("--gpu-memory-utilization", type=float, metavar="SHARE", help="share of the device's memory to take, in (0, 1]")
+    add("--max-model-len", type=_size, metavar="TOKENS", help="most tokens of a request, prompt and output together")
+    add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="split prompts over several steps")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="share equal prefixes (not built yet)")
+    add("--block-size", type=int, metavar="TOKENS", help="tokens in a KV block")
+    add("--num-gpu-blocks-override", type=int, metavar="BLOCKS", help="KV blocks, instead of what the memory yields")
+    add("--device-memory", type=_size, metavar="BYTES", help=f"on CPU, the memory there is to share: {_SIZE_HELP}")
+    add("--device", help="cpu, cuda or auto")
+    add("--dtype", help="float32, bfloat16, float16 or auto")
+    add("--load-format", help="safetensors, dummy or auto")
+    add("--seed", type=int, help="seed of dummy weights and of requests that bring none")
+    add("--cpu-omp-threads-bind", metavar="CPUS", help="CPUs to compute on: auto, nobind or a list such as 0-3")
+    return parser, command
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The config that parsed flags ask for; what was not given keeps its default.
+
+    Raises:
+        ConfigError: for values that can never work.
+    """
+    model = args.model or args.model_flag
+    if model is None:
+        raise ConfigError("no model: name one on the command line or as `model` in the config file")
+    names = {field.name: field.name for field in fields(EngineConfig)} | {"device_memory_bytes": "device_memory"}
+    given = {name: getattr(args, source) for name, source in names.items()} | {"model": model}
+    return EngineConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def flags_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
+    """The flags that a YAML file stands for: keys with dashes or underscores, `no-…: true` for a negative.
+
+    Raises:
+        ConfigError: for a file that cannot be read, an unknown key (naming the nearest), or a value of a wrong kind.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    if loaded is None:
+        return []
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path} must hold keys and values, not a {type(loaded).__name__}")
+    flags = known_flags(parser)
+    return [part for key, value in loaded.items() for part in _flag_of_entry(path, str(key), value, flags)]
+
+
+def known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:
+    """Every flag a file may set, without its leading dashes; whether it is a switch that takes no value."""
+    actions = [action for action in parser._actions if action.dest not in ("help", "config")]  # noqa: SLF001 - no public list
+    return {
+        option.removeprefix("--"): isinstance(action, argparse.BooleanOptionalAction)
+        for action in actions
+        for option in action.option_strings
+    }
+
+
+def _flag_of_entry(path: Path, key: str, value: object, flags: dict[str, bool]) -> list[str]:
+    name = key.replace("_", "-")
+    if name not in flags:
+        nearest = difflib.get_close_matches(name, flags, n=1, cutoff=0.4)
+        hint = f"; the nearest known one is {nearest[0]!r}" if nearest else ""
+        raise ConfigError(f"--config {path}: unknown key {key!r}{hint}")
+    if flags[name]:
+        if not isinstance(value, bool):
+            raise ConfigError(f"--config {path}: {key}={value!r} must be true or false")
+        positive = name.removeprefix("no-")
+        return [f"--{positive}" if value != name.startswith("no-") else f"--no-{positive}"]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"--config {path}: {key}={value!r} must be one number or text")
+    return [f"--{name}={value}"]
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""The engine's core: plan, execute, commit, in a process of its own, and the handle its parent holds on it.
+
+The parent sends `Submit` and `Abort`; the core answers `Ready` once, then one `StepReport` a step. A core that cannot
+start or go on says why with `CoreFailed` and ends. It never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn, Protocol, cast
+
+from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.request import FinishReason, Request, SamplingParams
+from engine.scheduler import Scheduler
+from engine.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+TORCH_EXECUTOR = "engine.executor.torch:TorchExecutor"
+"""Where the core finds the executor of a real engine, as `module:factory`."""
+
+_PR_SET_PDEATHSIG = 1
+_JOIN_S = 2.0
+
+
+class Executor(Protocol):
+    """What computes a step. Built from an `EngineConfig` by a factory that may raise `ConfigError`."""
+
+    resolved: ResolvedConfig
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan and draw a token for every request in it that samples."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Parent → core: a new request, already checked against the scheduler's refusals."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Parent → core: forget a request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Core → parent: the model is loaded and these values are in force."""
+
+    resolved: ResolvedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CoreFailed:
+    """Core → parent, or seen by the parent: the core is gone. `kind` is one of the project's failure classes."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Core → parent: what one step brought, and how the engine stands after it."""
+
+    request_ids: tuple[str, ...]
+    """Requests with a new token, in the plan's order."""
+
+    token_ids: tuple[int, ...]
+    """Their tokens, in the same order."""
+
+    finished: dict[str, FinishReason]
+    """Those of them that ended with it."""
+
+    admitted: tuple[str, ...]
+    """Requests admitted for the first time in this step."""
+
+    scheduled_at_s: float
+    """When the step was planned, on the machine-wide `perf_counter` clock of Linux."""
+
+    num_step_tokens: int
+    """Tokens computed in the step; 0 when only an abort was handled."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    """Preemptions since the start."""
+
+
+def cpus_to_use(bind: str, allowed: set[int]) -> tuple[int, ...] | None:
+    """The CPUs the core may compute on; None leaves them alone.
+
+    Args:
+        bind: `auto` (all allowed but the last, which the parent needs), `nobind`, or a list such as `0-3,5`.
+        allowed: the CPUs this process may use.
+
+    Raises:
+        ConfigError: for a list that cannot be read, or that names CPUs this process may not use.
+    """
+    ordered = sorted(allowed)
+    if bind == "nobind":
+        return None
+    if bind == "auto":
+        return tuple(ordered[:-1] or ordered)
+    try:
+        chosen = {cpu for part in bind.split(",") for cpu in _cpu_range(part)}
+    except ValueError as error:
+        raise ConfigError(f"cpu_omp_threads_bind={bind!r} is not auto, nobind or a list such as 0-3,5") from error
+    if not chosen or not chosen <= allowed:
+        raise ConfigError(f"cpu_omp_threads_bind={bind!r} names CPUs outside those this process may use: {ordered}")
+    return tuple(sorted(chosen))
+
+
+def _cpu_range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+class CoreProcess:
+    """The parent's handle on a core: start, send, receive, stop.
+
+    Sending never blocks the caller: a thread of its own writes to the pipe, so that an event loop stays free while the
+    core is busy with a step.
+    """
+
+    def __init__(self, config: EngineConfig, *, executor: str, cpus: tuple[int, ...] | None) -> None:
+        """Start the core. Call it from the main thread: on Linux the core dies with the thread that started it."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, core_end = context.Pipe(duplex=True)
+        self._process = context.Process(
+            target=core_main, args=(core_end, config, executor, cpus, os.getpid()), name="engine-core", daemon=True
+        )
+        self._process.start()
+        core_end.close()
+        self._outbox: queue.SimpleQueue[Submit | Abort | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="core-writer", daemon=True)
+        self._writer.start()
+
+    @property
+    def pid(self) -> int:
+        """The core's process id."""
+        return cast("int", self._process.pid)
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable when `receive` would not wait."""
+        return self._connection.fileno()
+
+    def send(self, message: Submit | Abort) -> None:
+        """Hand a message to the core, in order, without waiting."""
+        self._outbox.put(message)
+
+    def receive(self) -> Ready | CoreFailed | StepReport:
+        """The core's next message; waits for it. A core that is gone reads as `CoreFailed`."""
+        try:
+            return cast("Ready | CoreFailed | StepReport", self._connection.recv())
+        except (EOFError, OSError):
+            self._process.join(_JOIN_S)
+            return CoreFailed("crashed", f"the core process ended without a word, exit code {self._process.exitcode}")
+
+    def stop(self) -> None:
+        """End the core now and wait until it is gone. It holds nothing that outlives it."""
+        self._outbox.put(None)
+        self._process.kill()
+        self._process.join()
+        self._writer.join()
+        self._connection.close()
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            with contextlib.suppress(OSError):  # a dead core is noticed by `receive`
+                self._connection.send(message)
+
+
+def core_main(
+    connection: Connection, config: EngineConfig, executor: str, cpus: tuple[int, ...] | None, parent_pid: int
+) -> None:
+    """The core process: load, then serve until the parent is gone."""
+    _die_with_parent(parent_pid)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    _bind_cpus(cpus)
+    try:
+        engine = _load(executor, config)
+    except ConfigError as error:
+        _fail(connection, CoreFailed(_config_error_kind(error), str(error)))
+    except Exception as error:
+        logger.exception("the core cannot start")
+        kind = "oom_startup" if _is_out_of_memory(error) else "crashed"
+        _fail(connection, CoreFailed(kind, f"{type(error).__name__}: {error}"))
+    connection.send(Ready(engine.resolved))
+    try:
+        Core(engine, connection).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        logger.info("the parent is gone, so the core ends")
+    except Exception as error:
+        logger.exception("the core cannot go on")
+        kind = "oom_runtime" if _is_out_of_memory(error) else "crashed"
+        _fail(connection, CoreFailed(kind, f"{type(error).__name__}: {error}"))
+
+
+class Core:
+    """The loop: take in messages, plan, execute, commit, report."""
+
+    def __init__(self, executor: Executor, connection: Connection) -> None:
+        self._executor = executor
+        self._connection = connection
+        self._scheduler = Scheduler(executor.resolved)
+
+    def run(self) -> None:
+        """Go on until the parent closes the pipe.
+
+        Raises:
+            EOFError: when it does.
+        """
+        while True:
+            self._take_messages()
+            self._connection.send(self._step())
+
+    def _take_messages(self) -> None:
+        """Take in what has come; with nothing to do, wait for a first message without spinning."""
+        idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
+        while idle or self._connection.poll():
+            idle = False
+            match self._connection.recv():
+                case Submit() as new:
+                    self._scheduler.add(
+                        Request(request_id=new.request_id, prompt_token_ids=new.prompt_token_ids, sampling=new.sampling)
+                    )
+                case Abort(request_id):
+                    self._scheduler.abort(request_id)
+
+    def _step(self) -> StepReport:
+        scheduler = self._scheduler
+        scheduled_at_s = time.perf_counter()
+        plan = scheduler.schedule()
+        if plan.scheduled:
+            outputs = scheduler.commit(self._executor.execute(plan))
+        elif scheduler.num_waiting:
+            raise RuntimeError(f"{scheduler.num_waiting} requests wait and none can be scheduled: a scheduler fault")
+        else:
+            outputs = []
+        return StepReport(
+            request_ids=tuple(output.request_id for output in outputs),
+            token_ids=tuple(output.token_id for output in outputs),
+            finished={output.request_id: output.finish_reason for output in outputs if output.finish_reason},
+            admitted=plan.admitted,
+            scheduled_at_s=scheduled_at_s,
+            num_step_tokens=plan.num_scheduled_tokens,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.kv_cache_usage,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Leave stopping to the parent, and do not survive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            sys.exit(1)  # it died before the call
+
+
+def _bind_cpus(cpus: tuple[int, ...] | None) -> None:
+    """Pin this process and size OpenMP's pool to match; before torch is imported, which reads both."""
+    if cpus is None:
+        return
+    os.sched_setaffinity(0, cpus)
+    os.environ["OMP_NUM_THREADS"] = str(len(cpus))
+
+
+def _load(path: str, config: EngineConfig) -> Executor:
+    module, _, name = path.partition(":")
+    factory = cast("Callable[[EngineConfig], Executor]", getattr(importlib.import_module(module), name))
+    return factory(config)
+
+
+def _fail(connection: Connection, failure: CoreFailed) -> NoReturn:
+    connection.send(failure)
+    sys.exit(1)
+
+
+def _config_error_kind(error: ConfigError) -> str:
+    from engine.memory import NoKvMemoryError, NotEnoughMemoryError
+
+    if isinstance(error, NoKvMemoryError):
+        return "no_kv_memory"
+    return "oom_startup" if isinstance(error, NotEnoughMemoryError) else "invalid_config"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    torch = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))

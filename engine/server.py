@@ -1,0 +1,210 @@
+"""OpenAI-compatible HTTP: completions, chat, models, health, version, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from aiohttp import web
+
+from engine.config import ResolvedConfig
+from engine.frontend import EngineGoneError, Frontend
+from engine.protocol import (
+    DONE_EVENT,
+    AnswerFormat,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    Usage,
+    error_event,
+    parse_body,
+)
+from engine.request import FinishReason, SamplingParams
+from engine.scheduler import refusal
+from engine.stats import engine_version
+from engine.tokenizer import ChatTemplateError, TextTokenizer
+
+_MAX_BODY_BYTES = 64 * 2**20
+_DEFAULT_COMPLETION_TOKENS = 16
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A request that was found good: what to generate and how to answer."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    is_chat: bool
+    stream: bool
+    options: StreamOptions
+
+
+class Api:
+    """The endpoints of one engine."""
+
+    def __init__(self, frontend: Frontend, tokenizer: TextTokenizer, resolved: ResolvedConfig) -> None:
+        self._frontend = frontend
+        self._tokenizer = tokenizer
+        self._resolved = resolved
+        self._created = int(datetime.now(UTC).timestamp())
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(middlewares=[_errors_as_json], client_max_size=_MAX_BODY_BYTES)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/version", self.version)
+        app.router.add_get("/metrics", self.metrics)
+        return app
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        body = parse_body(CompletionRequest, await request.read())
+        self._check_model(body.model)
+        if isinstance(body.prompt, str):
+            prompt = self._tokenizer.encode(body.prompt, add_special_tokens=True)
+        else:
+            prompt = tuple(body.prompt)
+            self._check_token_ids(prompt)
+        self._check_length(prompt, param="prompt")
+        job = _Job(
+            prompt_token_ids=prompt,
+            sampling=body.sampling(default_max_tokens=_DEFAULT_COMPLETION_TOKENS),
+            is_chat=False,
+            stream=body.stream,
+            options=body.stream_options or StreamOptions(),
+        )
+        return await self._answer(request, job)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        body = parse_body(ChatRequest, await request.read())
+        self._check_model(body.model)
+        try:
+            text = self._tokenizer.render_chat(body.plain_messages())
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        prompt = self._tokenizer.encode(text, add_special_tokens=False)
+        self._check_length(prompt, param="messages")
+        job = _Job(
+            prompt_token_ids=prompt,
+            sampling=body.sampling(default_max_tokens=self._resolved.max_model_len - len(prompt)),
+            is_chat=True,
+            stream=body.stream,
+            options=body.stream_options or StreamOptions(),
+        )
+        return await self._answer(request, job)
+
+    async def models(self, _request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        card = {
+            "id": self._resolved.served_model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kneetune",
+            "root": self._resolved.asked.model,
+            "max_model_len": self._resolved.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """GET /health: 200 while the core lives, 503 after."""
+        return web.Response(status=200 if self._frontend.is_alive else 503)
+
+    async def version(self, _request: web.Request) -> web.Response:
+        """GET /version."""
+        return web.json_response({"version": engine_version()})
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """GET /metrics, in Prometheus' text format."""
+        content_type = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=self._frontend.stats.render(), headers={"Content-Type": content_type})
+
+    def _check_model(self, name: str | None) -> None:
+        served = self._resolved.served_model_name
+        if name not in (None, served):
+            raise ApiError(
+                404, f"the model {name!r} is not served here: use {served!r}", param="model", code="model_not_found"
+            )
+
+    def _check_token_ids(self, prompt: tuple[int, ...]) -> None:
+        size = self._resolved.vocab_size
+        if prompt and not (min(prompt) >= 0 and max(prompt) < size):
+            bad = next(token_id for token_id in prompt if not 0 <= token_id < size)
+            raise ApiError(400, f"token id {bad} is outside the vocabulary [0, {size})", param="prompt")
+
+    def _check_length(self, prompt: tuple[int, ...], *, param: str) -> None:
+        reason = refusal(self._resolved, len(prompt))
+        if reason is not None:
+            raise ApiError(400, reason, param=param, code="context_length_exceeded" if prompt else None)
+
+    async def _answer(self, request: web.Request, job: _Job) -> web.StreamResponse:
+        if not self._frontend.is_alive:
+            raise ApiError(503, "the engine is gone or going", code="engine_gone")
+        return await (self._stream(request, job) if job.stream else self._whole(job))
+
+    async def _whole(self, job: _Job) -> web.Response:
+        detokenizer = self._tokenizer.detokenizer()
+        texts: list[str] = []
+        reason = FinishReason.ABORT
+        try:
+            async with aclosing(self._frontend.generate(job.prompt_token_ids, job.sampling)) as tokens:
+                async for token in tokens:
+                    texts.append(detokenizer.push(token.token_id, is_last=token.finish_reason is not None))
+                    reason = token.finish_reason or reason
+        except EngineGoneError as error:
+            raise ApiError(503, str(error), code="engine_gone") from error
+        answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
+        usage = Usage(len(job.prompt_token_ids), len(texts))
+        return web.Response(body=answer.whole("".join(texts), reason, usage), content_type="application/json")
+
+    async def _stream(self, request: web.Request, job: _Job) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            await self._write_events(response, job)
+        except EngineGoneError as error:
+            await response.write(error_event(ApiError(503, str(error), code="engine_gone")))
+        await response.write_eof()
+        return response
+
+    async def _write_events(self, response: web.StreamResponse, job: _Job) -> None:
+        """One event a token, even where its text is still empty; then the final counts where asked for."""
+        answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
+        detokenizer = self._tokenizer.detokenizer()
+        num_prompt = len(job.prompt_token_ids)
+        num_tokens = 0
+        if job.is_chat:
+            await response.write(answer.role_chunk(_usage_field(job.options, num_prompt, 0)))
+        async with aclosing(self._frontend.generate(job.prompt_token_ids, job.sampling)) as tokens:
+            async for token in tokens:
+                num_tokens += 1
+                text = detokenizer.push(token.token_id, is_last=token.finish_reason is not None)
+                usage = _usage_field(job.options, num_prompt, num_tokens)
+                await response.write(answer.chunk(text, token.finish_reason, usage))
+        if job.options.include_usage:
+            await response.write(answer.usage_chunk(Usage(num_prompt, num_tokens)))
+        await response.write(DONE_EVENT)
+
+
+def _usage_field(options: StreamOptions, num_prompt: int, num_tokens: int) -> str:
+    if options.continuous_usage_stats:
+        return f',"usage":{Usage(num_prompt, num_tokens).as_json()}'
+    return ',"usage":null' if options.include_usage else ""
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Every error in OpenAI's shape, those of the HTTP layer too."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(error.body(), status=error.status)
+    except web.HTTPError as error:
+        return web.json_response(ApiError(error.status, error.reason).body(), status=error.status)
