@@ -17,7 +17,8 @@ SCHEMA_VERSION = 1
 class Record(BaseModel):
     """A frozen value with no unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    # "strings": a figure without samples is NaN, and must come back from JSON as NaN.
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="strings")
 
 
 class EngineConfig(Record):
@@ -45,6 +46,8 @@ class Estimate(Record):
     """A measured figure with its 95 % interval and the number of samples behind it."""
 
     value: float
+    """NaN where there is no sample at all: unknown, and never better than anything."""
+
     low: float | None = None
     """Lower end of the interval; None where there are too few samples to give one."""
 
@@ -104,14 +107,21 @@ class RequestRecord(Record):
     """As the server counted."""
 
     asked_output_tokens: int
+    token_source: Literal["running_usage", "final_usage", "chunks"] = "running_usage"
+    """Where token counts come from: the server's count in every chunk, its last count spread over the chunks,
+    or, without any count, one token a chunk (an estimate)."""
+
     error: str | None = None
     """Why it failed; None for a success. A failed request has no latency."""
 
     rejected: bool = False
     """Refused with 503: counted apart from failures."""
 
+    unfinished: bool = False
+    """Still in flight when the stage ended: neither success nor failure."""
+
     warm_up: bool = False
-    """Finished before the measured window began, or not wholly inside it; kept for the record, not for the figures."""
+    """Did not finish inside the measured window; kept for the record, not for the latencies."""
 
 
 class MemoryFigures(Record):
@@ -268,8 +278,11 @@ class TrialRecord(Record):
     """Where the config came from: `defaults`, `cautious_start`, `sampler`, `production`, `protective`."""
 
     outcome: TrialOutcome
+    launched: bool = True
+    """False for a setting that was refused without a launch."""
+
     start_s: float = 0.0
-    """From the launch to the first healthy answer."""
+    """From the launch to the first healthy answer, or to the failure."""
 
     measure_s: float = 0.0
     """Load on the engine: warm-up and measurement of all stages."""

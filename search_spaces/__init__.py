@@ -1,0 +1,1 @@
+"""Parameters, ranges and presets: YAML, no code."""

@@ -1,0 +1,43 @@
+"""The command line: `kneetune COMMAND`.
+
+Exit codes: 0 done, 1 no answer (the verdict says why), 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from tuner.commands import export, plan, report, show, tune
+from tuner.inputs import InputError
+
+app = typer.Typer(
+    name="kneetune",
+    help="Find the throughput knee of an LLM serving engine before a deployment.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(tune.tune)
+app.command()(plan.plan)
+app.command()(show.show)
+app.command()(report.report)
+app.command()(export.export)
+
+
+def main() -> None:
+    """Run a command; what the user can mend ends in one readable error, not a traceback."""
+    try:
+        app()
+    except InputError as error:
+        for line in str(error).splitlines():
+            typer.echo(f"error: {line}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: the engine was stopped; finished trials are kept in the run directory", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`kneetune show`: a run's answer in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.commands.words import config_text, duration_text, estimate_text, milliseconds_text
+from tuner.records import Profile, Recommendation, RunVerdict
+from tuner.store import RunStore
+
+
+def show(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    json: Annotated[bool, typer.Option("--json", help="Print recommendation.json.")] = False,
+) -> None:
+    """Show a run's answer: verdict, knee, both profiles, what was gained, what to do next."""
+    store = RunStore.open(run)
+    recommendation = store.recommendation()
+    print_answer(recommendation, store.path, as_json=json)
+    raise typer.Exit(0 if recommendation.verdict is RunVerdict.RESOLVED else 1)
+
+
+def print_answer(recommendation: Recommendation, path: Path, *, as_json: bool) -> None:
+    """Write the answer to stdout, in ten lines or as JSON."""
+    if as_json:
+        typer.echo(recommendation.model_dump_json(indent=1))
+        return
+    for line in answer_lines(recommendation, path):
+        typer.echo(line)
+
+
+def answer_lines(recommendation: Recommendation, path: Path) -> list[str]:
+    """The answer, and the next command to type."""
+    lines = [f"{recommendation.verdict.value}: {recommendation.reason}"]
+    knee = recommendation.knee
+    if knee is not None and knee.load is not None:
+        between = "" if knee.interval is None else f" (between {knee.interval[0]:g} and {knee.interval[1]:g})"
+        lines.append(f"knee        {knee.load:g} concurrent requests{between}, bound by {knee.binding or 'unknown'}")
+    lines += [_profile_line(profile) for profile in (recommendation.production, recommendation.protective) if profile]
+    baseline = recommendation.baseline
+    if baseline is not None and baseline.throughput_gain is not None:
+        gain = baseline.throughput_gain
+        sure = "" if gain.low is None else f" (between {gain.low:.2f} and {gain.high:.2f})"
+        lines.append(f"vs defaults throughput x {gain.value:.2f}{sure} at the same load, re-measured in turn")
+    if recommendation.protective is not None and recommendation.protective.burst is not None:
+        burst = recommendation.protective.burst
+        held = "held" if burst.passed else f"NOT held: {'; '.join(burst.reasons)}"
+        lines.append(f"burst       {burst.load} long prompts at once on protective: {held}")
+    time = recommendation.time
+    share = 100 * time.overhead_s / time.wall_s if time.wall_s > 0 else 0.0
+    lines.append(
+        f"time        {duration_text(time.wall_s)}: starts {duration_text(time.start_s)}, "
+        f"measuring {duration_text(time.measure_s)}, overhead {duration_text(time.overhead_s)} ({share:.1f} %)"
+    )
+    lines += [f"warning     {warning}" for warning in recommendation.warnings]
+    return [*lines, f"report      {path / 'report.html'}", *_next(recommendation, path)]
+
+
+def _profile_line(profile: Profile) -> str:
+    point = profile.operating_point
+    return (
+        f"{profile.name:<11} {config_text(profile.config)}: at load {point.load} "
+        f"{estimate_text(point.output_throughput)} tok/s, p95 TTFT {milliseconds_text(point.ttft_p95_ms)}, "
+        f"p95 ITL {milliseconds_text(point.itl_p95_ms)}"
+    )
+
+
+def _next(recommendation: Recommendation, path: Path) -> list[str]:
+    if recommendation.production is not None:
+        return [f"next        python -m engine serve --config {path / 'export' / 'production.engine.yaml'}"]
+    return [f"next        read {path / 'report.html'} for why, then change the job and tune again"]

@@ -1,0 +1,76 @@
+"""`kneetune tune`: search, choose, confirm, export, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.commands.export import EVERY_FORMAT, write_exports
+from tuner.commands.plan import print_plan
+from tuner.commands.report import write_run_report
+from tuner.commands.show import print_answer
+from tuner.commands.watch import PlainWatcher
+from tuner.job import TuningJob, load_job
+from tuner.provenance import provenance
+from tuner.records import RunVerdict
+from tuner.store import RunStore
+
+DEFAULT_JOB = "embedded"
+"""The preset a job starts from when options are all there is."""
+
+
+def tune(
+    job: Annotated[str | None, typer.Argument(help="A job file, or a preset's name.", metavar="[JOB.yaml]")] = None,
+    model: Annotated[str | None, typer.Option(help="`embedded`, a local Hugging Face folder, or a hub id.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Which engine to launch: `builtin`.")] = None,
+    workload: Annotated[str | None, typer.Option(help="A workload preset, such as `chat-short`.")] = None,
+    slo_ttft_p95: Annotated[str | None, typer.Option(help="Limit on p95 time to first token, such as 500ms.")] = None,
+    slo_itl_p95: Annotated[str | None, typer.Option(help="Limit on p95 inter-token latency, such as 50ms.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Wall time for the whole job, such as 30m.")] = None,
+    trials: Annotated[int | None, typer.Option(help="Settings to measure.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seeds the sampler and every prompt.")] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name: its directory under --runs.")] = None,
+    runs: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and start nothing.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON, progress on stderr.")] = False,
+) -> None:
+    """Launch an engine for every setting, climb a load ladder, return two configs to deploy.
+
+    JOB is a YAML file or the name of a preset; options replace what it says. Without one it is `embedded`.
+    """
+    slo = {"ttft_p95": slo_ttft_p95, "itl_p95": slo_itl_p95}
+    overrides = _given(
+        name=name,
+        model=model,
+        engine=_given(name=engine),
+        workload=workload,
+        slo=_given(**slo),
+        budget=_given(time=budget, trials=trials),
+        seed=seed,
+    )
+    tuning_job = load_job(job or DEFAULT_JOB, overrides)
+    if dry_run:
+        print_plan(tuning_job, as_json=json)
+        return
+    verdict = _run(tuning_job, runs, as_json=json)
+    raise typer.Exit(0 if verdict is RunVerdict.RESOLVED else 1)
+
+
+def _run(job: TuningJob, runs: Path, *, as_json: bool) -> RunVerdict:
+    from tuner.tuning import run_tuning  # imports ray and optuna, which --help and --dry-run need not wait for
+
+    origin = provenance(job)
+    store = RunStore.create(runs, job, origin)
+    watcher = PlainWatcher()
+    recommendation = run_tuning(job, store, origin, watcher)
+    write_exports(store, EVERY_FORMAT, store.path / "export")
+    write_run_report(store)
+    print_answer(recommendation, store.path, as_json=as_json)
+    return recommendation.verdict
+
+
+def _given(**values: object) -> dict[str, object]:
+    """What was given: options left alone (None) and groups of none but those are dropped."""
+    return {key: value for key, value in values.items() if value is not None and value != {}}

@@ -1,0 +1,52 @@
+"""What a person sees while a job runs: a line a stage, with the time left."""
+
+from __future__ import annotations
+
+import typer
+
+from tuner.commands.words import config_text, duration_text, estimate_text, milliseconds_text
+from tuner.progress import Clock
+from tuner.records import EngineConfig, StageRecord, TrialRecord, TrialRole
+
+_PURPOSE = {
+    TrialRole.STUDY: "trial",
+    TrialRole.CONFIRM_PRODUCTION: "confirm production, launch",
+    TrialRole.CONFIRM_BASELINE: "confirm defaults, launch",
+    TrialRole.CONFIRM_PROTECTIVE: "confirm protective, launch",
+}
+
+
+class PlainWatcher:
+    """Writes plain lines to stderr; stdout stays free for the answer."""
+
+    def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
+        """A head line for the launch."""
+        self._line("")
+        self._line(f"{_PURPOSE[role]} {number}: {config_text(config)}  [{origin}]  {_clock(clock)}")
+
+    def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:  # noqa: ARG002  (the protocol's)
+        """One line: load, throughput, latencies, preemptions."""
+        valid = "" if stage.valid else f"  INVALID: {'; '.join(stage.invalid_reasons)}"
+        self._line(
+            f"  {stage.kind.value:<9} load {stage.load:>4}  {estimate_text(stage.output_throughput):>14} tok/s"
+            f"  p95 TTFT {milliseconds_text(stage.ttft_p95_ms):>9}  p95 ITL {milliseconds_text(stage.itl_p95_ms):>9}"
+            f"  preemptions {'?' if stage.num_preemptions is None else stage.num_preemptions}"
+            f"  {_clock(clock)}{valid}"
+        )
+
+    def trial_ended(self, trial: TrialRecord, clock: Clock) -> None:  # noqa: ARG002
+        """A failed trial says why; a measured one has said it all in its stages."""
+        if trial.outcome.outcome == "failed":
+            self._line(f"  {trial.outcome.kind.value}: {trial.outcome.detail}")
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        self._line(f"- {text}")
+
+    def _line(self, text: str) -> None:
+        typer.echo(text, err=True)
+
+
+def _clock(clock: Clock) -> str:
+    left = "" if clock.left_s is None else f", about {duration_text(clock.left_s)} left"
+    return f"({duration_text(clock.elapsed_s)}{left})"

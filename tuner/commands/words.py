@@ -1,0 +1,32 @@
+"""How the command line writes configs, figures and times."""
+
+from __future__ import annotations
+
+from tuner.records import EngineConfig, Estimate
+
+
+def config_text(config: EngineConfig) -> str:
+    """The three searched values in one short line."""
+    return (
+        f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
+        f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    )
+
+
+def duration_text(seconds: float) -> str:
+    """Minutes and seconds: `4:07`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """Value and half of its interval: `812 ±14`; the value alone where there is no interval."""
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.0f}"
+    return f"{estimate.value:.0f} ±{(estimate.high - estimate.low) / 2:.0f}"
+
+
+def milliseconds_text(estimate: Estimate) -> str:
+    """A latency, in brackets where there were too few samples to say how sure it is."""
+    text = f"{estimate.value:.0f} ms" if estimate.value >= 10 else f"{estimate.value:.1f} ms"
+    return text if estimate.has_interval else f"({text})"

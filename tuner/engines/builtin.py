@@ -1,0 +1,126 @@
+"""The built-in engine as the tuner meets it: a command line, a decisive line in its log, and its /metrics."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuner.job import EngineSpec
+from tuner.measure.memory import EngineMemory
+from tuner.measure.prometheus import read_info, read_memory_bytes
+from tuner.records import EngineConfig, EngineFacts, Failed, FailureKind
+from tuner.space import SearchedValues
+
+NAME = "builtin"
+
+DEFAULTS = SearchedValues(max_num_seqs=128, max_num_batched_tokens=2048, gpu_memory_utilization=0.92)
+"""What the engine does when it is told nothing."""
+
+
+def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str) -> list[str]:
+    """The argument list that starts this config on 127.0.0.1:`port`, every parameter explicit."""
+    arguments = [
+        *(sys.executable, "-m", "engine", "serve", model),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", served_model_name),
+        *("--max-num-seqs", str(config.max_num_seqs)),
+        *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
+        *("--gpu-memory-utilization", f"{config.gpu_memory_utilization:g}"),
+        *("--dtype", config.dtype),
+        "--enable-chunked-prefill" if config.enable_chunked_prefill else "--no-enable-chunked-prefill",
+        "--enable-prefix-caching" if config.enable_prefix_caching else "--no-enable-prefix-caching",
+    ]
+    if config.max_model_len is not None:
+        arguments += ["--max-model-len", str(config.max_model_len)]
+    if spec.device_memory is not None:
+        arguments += ["--device-memory", str(spec.device_memory)]
+    return arguments
+
+
+def last_words(log_path: Path) -> Failed:
+    """Why an engine of ours ended, by the decisive line it leaves in its log: a kind and a message."""
+    for line in reversed(log_path.read_text(encoding="utf-8", errors="replace").splitlines()):
+        event = _event(line)
+        if event is not None:
+            return Failed(kind=FailureKind(event["kind"]), detail=event["message"])
+    return Failed(kind=FailureKind.CRASHED, detail=f"it gave no reason; see {log_path}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a server says of itself once it is up."""
+
+    model_name: str
+    labels: dict[str, str]
+    """Of `engine:config_info` and `vllm:cache_config_info` together; empty for a server that is not ours."""
+
+    memory_bytes: dict[str, int]
+    """`engine:memory_bytes` by part."""
+
+
+def read(base_url: str) -> Reading:
+    """Ask a server who it is and which values are in force."""
+    models = json.loads(_get(f"{base_url}/v1/models"))
+    page = _get(f"{base_url}/metrics")
+    labels = (read_info(page, "vllm:cache_config_info") or {}) | (read_info(page, "engine:config_info") or {})
+    return Reading(model_name=models["data"][0]["id"], labels=labels, memory_bytes=read_memory_bytes(page))
+
+
+def facts(reading: Reading) -> EngineFacts:
+    """The reading as the tuner keeps it."""
+    labels, memory = reading.labels, reading.memory_bytes
+    return EngineFacts(
+        engine=NAME,
+        version=labels["version"],
+        num_gpu_blocks=int(labels["num_gpu_blocks"]),
+        block_size=int(labels["block_size"]),
+        max_model_len=int(labels["max_model_len"]),
+        kv_block_bytes=memory["kv_block"],
+        memory_total_bytes=memory["total"],
+        memory_reserved_bytes=memory["requested"],
+        weights_bytes=memory["weights"],
+        activation_peak_bytes=memory["activation_peak"],
+    )
+
+
+def memory(reading: Reading) -> EngineMemory:
+    """The part of the reading that stages need for their memory figures."""
+    parts = reading.memory_bytes
+    return EngineMemory(
+        requested_bytes=parts["requested"],
+        weights_bytes=parts["weights"],
+        activation_peak_bytes=parts["activation_peak"],
+        kv_cache_bytes=parts["kv_cache"],
+    )
+
+
+def mismatch(config: EngineConfig, reading: Reading) -> str | None:
+    """Which value in force differs from the one asked for, or None."""
+    asked = {
+        "max_num_seqs": float(config.max_num_seqs),
+        "max_num_batched_tokens": float(config.max_num_batched_tokens),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    for name, value in asked.items():
+        in_force = reading.labels.get(name)
+        if in_force is None or float(in_force) != value:
+            return f"{name}: asked for {value:g}, the engine runs with {in_force}"
+    return None
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10.0) as answer:  # noqa: S310  (always http://127.0.0.1)
+        text: str = answer.read().decode()
+        return text
+
+
+def _event(line: str) -> dict[str, str] | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return event if event.get("event") in {"start_failed", "core_died"} and "kind" in event else None

@@ -1,0 +1,180 @@
+"""An engine's process: started, waited for, stopped, all in one context manager."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+POLL_S = 0.05
+"""Between two looks at a starting engine. Unit: seconds."""
+
+TERM_GRACE_S = 10.0
+"""From SIGTERM to SIGKILL. Unit: seconds."""
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY|APIKEY|AUTH", re.IGNORECASE)
+_RECORDED = re.compile(
+    r"(CUDA|NVIDIA|NCCL|VLLM|HF|HUGGINGFACE|TRANSFORMERS|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|KMP|GOMP|LD|PYTHON)_"
+)
+
+
+class EngineStartError(RuntimeError):
+    """The engine did not come up; `timed_out` says whether it was still alive when the wait ended."""
+
+    def __init__(self, message: str, *, exit_code: int | None, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.timed_out = timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """A process we started: its pid and start time name it for ever, a pid alone does not."""
+
+    pid: int
+    create_time: float
+    base_url: str
+    log_path: Path
+    start_s: float
+    """From the launch to the first healthy answer."""
+
+    def is_alive(self) -> bool:
+        """Whether this very process still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            return process.create_time() == self.create_time and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that was free a moment ago; the identity check catches the race."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def recorded_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The variables worth keeping beside a trial, with anything that looks like a secret blanked."""
+    return {
+        name: "<redacted>" if _SECRET.search(name) else value
+        for name, value in sorted(environment.items())
+        if _RECORDED.match(name)
+    }
+
+
+@contextlib.contextmanager
+def launched(
+    command: list[str], *, port: int, environment: dict[str, str], directory: Path, timeout_s: float
+) -> Iterator[RunningEngine]:
+    """Start `command`, wait until its /health answers 200, and see to it that nothing is left of it afterwards.
+
+    Its output goes to `directory/engine.log`; its command, environment and identity are recorded beside it.
+
+    Raises:
+        EngineStartError: if it dies first, or is not healthy after `timeout_s`.
+    """
+    log_path = directory / "engine.log"
+    (directory / "command.json").write_text(json.dumps(command, indent=1), encoding="utf-8")
+    (directory / "env.json").write_text(json.dumps(recorded_environment(environment), indent=1), encoding="utf-8")
+    begun = time.perf_counter()
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tuner.engines.child", str(os.getpid()), "--", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        create_time = psutil.Process(process.pid).create_time()
+        (directory / "process.json").write_text(json.dumps({"pid": process.pid, "create_time": create_time}), "utf-8")
+        base_url = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(process, f"{base_url}/health", timeout_s=timeout_s)
+        start_s = time.perf_counter() - begun
+        yield RunningEngine(process.pid, create_time, base_url, log_path, start_s)
+    finally:
+        _stop(process)
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s: float) -> None:
+    deadline = time.perf_counter() + timeout_s
+    while time.perf_counter() < deadline:
+        exit_code = process.poll()
+        if exit_code is not None:
+            raise EngineStartError(
+                f"the engine ended with exit code {exit_code} before it was ready", exit_code=exit_code
+            )
+        if _answers_ok(url):
+            return
+        time.sleep(POLL_S)
+    raise EngineStartError(f"the engine was not ready after {timeout_s:g} s", exit_code=None, timed_out=True)
+
+
+def _answers_ok(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as answer:  # noqa: S310  (always http://127.0.0.1)
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the engine, its process group and every descendant it had: TERM, a grace period, KILL."""
+    family = _family(process.pid)
+    if process.poll() is None:
+        _signal_group(process.pid, signal.SIGTERM)
+    gone = _wait_for(lambda: process.poll() is not None and not _alive(family), TERM_GRACE_S)
+    if not gone:
+        _signal_group(process.pid, signal.SIGKILL)
+        for member in _alive(family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()  # psutil compares the start time, so a reused pid is safe
+        process.wait()
+        _wait_for(lambda: not _alive(family), TERM_GRACE_S)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _alive(family: list[psutil.Process]) -> list[psutil.Process]:
+    living = []
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if member.is_running() and member.status() != psutil.STATUS_ZOMBIE:
+                living.append(member)
+    return living
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.perf_counter() + timeout_s
+    while not condition():
+        if time.perf_counter() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

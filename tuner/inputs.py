@@ -1,0 +1,148 @@
+"""What a user hands in: YAML to frozen values, with errors that name the key, the value and the way out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
+from pydantic_core import ErrorDetails
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SIZE = re.compile(r"(\d+)([KMGT]?)i?B?")
+_BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class InputError(ValueError):
+    """Something the user handed in cannot be used; the message says what, where and what would do."""
+
+
+def parse_duration_s(text: object) -> float:
+    """Read `500ms`, `30s`, `10m` or `1h` as seconds.
+
+    Raises:
+        ValueError: for a bare number (its unit would be a guess) or anything else.
+    """
+    match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration: write a number and its unit, such as 500ms, 30s, 10m or 1h")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_size_bytes(text: object) -> int:
+    """Read a number of bytes, plain or with a binary suffix: `256M` is 268,435,456.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a size in bytes: write 268435456 or 256M")
+    return int(match[1]) * _BINARY[match[2]]
+
+
+DurationS = Annotated[float, BeforeValidator(parse_duration_s), PlainSerializer(lambda seconds: f"{seconds:g}s")]
+"""Seconds, written with a unit."""
+
+SizeBytes = Annotated[int, BeforeValidator(parse_size_bytes)]
+"""Bytes, written plain or with a binary suffix."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Say which known word was probably meant, and list them all."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(names)}"
+
+
+def validated(model: type[_Model], data: object, *, where: str) -> _Model:
+    """Build `model` from plain data.
+
+    Raises:
+        InputError: one line for each fault, each with its place, its value and what would do.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_fault(model, fault) for fault in error.errors()]
+        raise InputError("\n".join(f"{where}: {line}" for line in lines)) from None
+
+
+def read_yaml(path: Path) -> object:
+    """Read a YAML file as plain data.
+
+    Raises:
+        InputError: if it is missing, unreadable or not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not YAML: {error}") from None
+
+
+def read_preset(kind: str, name: str) -> object:
+    """Read one of the presets that ship under `search_spaces/` as plain data.
+
+    Args:
+        kind: the folder: `spaces`, `workloads` or `jobs`.
+
+    Raises:
+        InputError: for a name there is no preset of, naming the nearest.
+    """
+    folder = resources.files("search_spaces") / kind
+    names = {item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")}
+    if name not in names:
+        raise InputError(f"there is no preset {name!r} in {kind}{nearest(name, names)}")
+    return yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _fault(model: type[BaseModel], fault: ErrorDetails) -> str:
+    place = ".".join(str(part) for part in fault["loc"])
+    match fault["type"]:
+        case "extra_forbidden":
+            key = str(fault["loc"][-1])
+            return f"unknown key {place!r}{nearest(key, _fields_at(model, fault['loc'][:-1]))}"
+        case "missing":
+            return f"{place!r} is missing"
+        case _:
+            text = fault["msg"].removeprefix("Value error, ")
+            return f"{place or 'document'}: {text} (got {_shown(fault['input'])})"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> set[str]:
+    """Names of the fields that may stand at `path`, following nested models, unions and mappings."""
+    candidates: list[Any] = [model]
+    for part in path:
+        below: list[Any] = []
+        for candidate in candidates:
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                if part in candidate.model_fields:
+                    below += _models_in(candidate.model_fields[str(part)].annotation)
+                else:  # the tag of a discriminated union stands in the path without being a key
+                    below.append(candidate)
+        candidates = below
+    return {name for candidate in candidates for name in candidate.model_fields}
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]

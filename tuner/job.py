@@ -1,0 +1,143 @@
+"""`TuningJob`: what the user asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tuner.inputs import DurationS, InputError, SizeBytes, read_preset, read_yaml, validated
+from tuner.load.workload import Workload, load_workload
+from tuner.records import EngineConfig, Record, Slo
+from tuner.space import SEARCHED, SearchedValues, SearchSpace, load_space
+
+
+class FixedParameters(Record):
+    """Engine parameters that keep one value through the study."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = False
+    dtype: str = "auto"
+
+
+class EngineSpec(Record):
+    """Which engine to launch, and what about it stays the same."""
+
+    name: Literal["builtin"] = "builtin"
+    device_memory: SizeBytes | None = None
+    """Size of the device on a CPU; None leaves the engine's own choice, half the RAM."""
+
+    fixed: FixedParameters = FixedParameters()
+    start_timeout: DurationS = 300.0
+    """How long a launch may take before it counts as failed."""
+
+
+class SloSpec(Record):
+    """Limits the user gives; without any they are derived from the unloaded engine."""
+
+    ttft_p95: DurationS
+    itl_p95: DurationS
+
+    @field_validator("ttft_p95", "itl_p95")
+    @classmethod
+    def _positive(cls, seconds: float) -> float:
+        if seconds <= 0:
+            raise ValueError("a limit must be above zero")
+        return seconds
+
+
+class Budget(Record):
+    """When the search ends: whichever comes first."""
+
+    trials: int = Field(default=12, ge=3)
+    """Settings to measure, the engine's defaults and the cautious start included."""
+
+    time: DurationS = 1800.0
+    """Wall time of the whole job, confirmations included."""
+
+
+class MeasureSpec(Record):
+    """How long a stage is held."""
+
+    min_requests: int = Field(default=60, ge=20)
+    """Requests a stage tries to complete: 59 is what an interval for a p95 needs."""
+
+    min_time: DurationS = 1.0
+    max_time: DurationS = 5.0
+    max_warm_up: DurationS = 5.0
+    precision: float = Field(default=0.05, gt=0, lt=1)
+    """A stage ends early once the interval of its throughput is this narrow, relative to its value, on each side."""
+
+
+class TuningJob(Record):
+    """A tuning job as asked for."""
+
+    name: str = Field(default="tuning", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    model: str = Field(min_length=1)
+    engine: EngineSpec = EngineSpec()
+    workload: Workload
+    burst: Workload
+    """What the protective profile is tried with: long prompts."""
+
+    search_space: SearchSpace
+    slo: SloSpec | None = None
+    budget: Budget = Budget()
+    measure: MeasureSpec = MeasureSpec()
+    max_load: int = Field(default=512, ge=2)
+    """Load no ladder climbs beyond."""
+
+    seed: int = Field(default=0, ge=0)
+
+    @field_validator("workload", "burst", mode="before")
+    @classmethod
+    def _named_workload(cls, value: object) -> object:
+        return load_workload(value) if isinstance(value, str) else value
+
+    @field_validator("search_space", mode="before")
+    @classmethod
+    def _named_space(cls, value: object) -> object:
+        return load_space(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _something_to_search(self) -> TuningJob:
+        if all(len(self.search_space.choices(name)) == 1 for name in SEARCHED):
+            raise ValueError("search_space: every parameter has a single choice, so there is nothing to search")
+        return self
+
+    def limits(self) -> Slo | None:
+        """The SLO as given; None where it has to be derived."""
+        if self.slo is None:
+            return None
+        return Slo(ttft_p95_ms=self.slo.ttft_p95 * 1000, itl_p95_ms=self.slo.itl_p95 * 1000)
+
+    def config(self, values: SearchedValues) -> EngineConfig:
+        """The whole engine config: what is searched and what is fixed."""
+        return EngineConfig(**values.model_dump(), **self.engine.fixed.model_dump())
+
+
+def load_job(path_or_preset: str, overrides: dict[str, object] | None = None) -> TuningJob:
+    """Read a job file, or the preset of that name, with some of its keys replaced.
+
+    Args:
+        path_or_preset: a path ending in .yaml or .yml, or a preset's name.
+        overrides: top-level keys and their new values; mappings are merged key by key.
+
+    Raises:
+        InputError: naming the file, the key, the value and what would do.
+    """
+    path = Path(path_or_preset)
+    is_file = path.suffix in {".yaml", ".yml"} or path.exists()
+    data = read_yaml(path) if is_file else read_preset("jobs", path_or_preset)
+    if not isinstance(data, dict):
+        raise InputError(f"{path_or_preset}: a job is a mapping of keys to values, this is {type(data).__name__}")
+    return validated(TuningJob, _merged(data, overrides or {}), where=path_or_preset)
+
+
+def _merged(base: dict[str, object], over: dict[str, object]) -> dict[str, object]:
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result

@@ -1,0 +1,107 @@
+"""Which load comes next: double until the knee is behind, bisect around it, close with an overload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tuner.analysis.knee import past_the_knee, points_of, suggest_bisection
+from tuner.records import Record, StageKind, StageRecord
+
+NUM_BISECTIONS = 1
+"""Stages added between two rungs once the knee is bracketed."""
+
+OVERLOAD_FACTOR = 2
+"""The closing stage's load, in fences."""
+
+
+class LadderStep(Record):
+    """One stage to measure."""
+
+    kind: StageKind
+    load: int
+
+
+class Ladder(Record):
+    """Climb until the knee is behind: what a study trial does."""
+
+    max_num_seqs: int
+    max_load: int
+
+
+class FixedSteps(Record):
+    """Measure just these: what a confirmation does."""
+
+    steps: tuple[LadderStep, ...]
+
+
+Plan = Ladder | FixedSteps
+
+
+def graph_grid(largest: int) -> tuple[int, ...]:
+    """Batch sizes with a captured graph: 1, 2, 4, multiples of 8 to 256, of 16 above (vLLM's default capture sizes)."""
+    small = [size for size in (1, 2, 4) if size <= largest]
+    return (*small, *range(8, min(largest, 256) + 1, 8), *range(272, largest + 1, 16))
+
+
+def next_step(plan: Plan, stages: Sequence[StageRecord]) -> LadderStep | None:
+    """The stage to measure next, given those measured so far on this engine; None when the trial is done.
+
+    An invalid stage is repeated once, then left out.
+    """
+    repeat = _repeat_of_invalid(stages)
+    if repeat is not None:
+        return repeat
+    match plan:
+        case FixedSteps():
+            measured = {(stage.kind, stage.load) for stage in stages}
+            return next((step for step in plan.steps if (step.kind, step.load) not in measured), None)
+        case Ladder():
+            return _next_rung(plan, stages) or _next_bisection(plan, stages) or _closing_overload(plan, stages)
+
+
+def most_stages(plan: Plan) -> int:
+    """How many stages `plan` takes at the most, repeats aside."""
+    match plan:
+        case FixedSteps():
+            return len(plan.steps)
+        case Ladder():
+            return len(rungs(plan)) + NUM_BISECTIONS + 1
+
+
+def rungs(plan: Ladder) -> list[int]:
+    """The loads of the doubling ladder: 1, 2, 4, … and the fence (or the largest load allowed) as the last."""
+    top = min(plan.max_num_seqs, plan.max_load)
+    loads = [1]
+    while loads[-1] * 2 < top:
+        loads.append(loads[-1] * 2)
+    return loads if loads[-1] == top else [*loads, top]
+
+
+def _repeat_of_invalid(stages: Sequence[StageRecord]) -> LadderStep | None:
+    if not stages or stages[-1].valid:
+        return None
+    last = stages[-1]
+    tries = sum(stage.kind == last.kind and stage.load == last.load for stage in stages)
+    return LadderStep(kind=last.kind, load=last.load) if tries == 1 else None
+
+
+def _next_rung(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
+    climbed = {stage.load for stage in stages if stage.kind is StageKind.LADDER}
+    if any(stage.kind is not StageKind.LADDER for stage in stages) or past_the_knee(points_of(stages)):
+        return None
+    return next((LadderStep(kind=StageKind.LADDER, load=load) for load in rungs(plan) if load not in climbed), None)
+
+
+def _next_bisection(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
+    tried = [stage for stage in stages if stage.kind is StageKind.BISECT]
+    closed = any(stage.kind is StageKind.OVERLOAD for stage in stages)
+    if closed or len({stage.load for stage in tried}) >= NUM_BISECTIONS:
+        return None
+    load = suggest_bisection(points_of(stages), grid=graph_grid(min(plan.max_num_seqs, plan.max_load)))
+    return None if load is None else LadderStep(kind=StageKind.BISECT, load=load)
+
+
+def _closing_overload(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
+    if any(stage.kind is StageKind.OVERLOAD for stage in stages):
+        return None
+    return LadderStep(kind=StageKind.OVERLOAD, load=OVERLOAD_FACTOR * plan.max_num_seqs)

@@ -1,0 +1,66 @@
+"""Predicts KV blocks from the first launch, and refuses what cannot hold one request before it is launched."""
+
+from __future__ import annotations
+
+import math
+
+from tuner.records import EngineConfig, EngineFacts, Record
+
+
+class MemoryModel(Record):
+    """What one launch told about memory: enough to know what another share would leave for KV blocks.
+
+    The part the share does not change (weights, activations of the budget, buffers) is what the measured launch left
+    between its requested bytes and its KV blocks; activations are scaled by the token budget, which they are linear in.
+    """
+
+    total_bytes: int
+    block_bytes: int
+    block_size: int
+    max_model_len: int
+    fixed_bytes: int
+    """Weights and whatever else neither share nor budget changes."""
+
+    activation_bytes_per_token: float
+
+    @classmethod
+    def calibrated(cls, config: EngineConfig, facts: EngineFacts) -> MemoryModel | None:
+        """The model after a launch of `config`; None where the engine does not say enough."""
+        blocks, block_size, block_bytes = facts.num_gpu_blocks, facts.block_size, facts.kv_block_bytes
+        total, reserved, activation = facts.memory_total_bytes, facts.memory_reserved_bytes, facts.activation_peak_bytes
+        if blocks is None or block_size is None or block_bytes is None:
+            return None
+        if total is None or reserved is None or activation is None:
+            return None
+        return cls(
+            total_bytes=total,
+            block_bytes=block_bytes,
+            block_size=block_size,
+            max_model_len=facts.max_model_len,
+            fixed_bytes=max(0, reserved - activation - blocks * block_bytes),
+            activation_bytes_per_token=activation / config.max_num_batched_tokens,
+        )
+
+    def num_blocks(self, config: EngineConfig) -> int:
+        """KV blocks `config` would have; can be negative. Unit: blocks."""
+        requested = self.total_bytes * config.gpu_memory_utilization
+        activation = self.activation_bytes_per_token * config.max_num_batched_tokens
+        return math.floor((requested - self.fixed_bytes - activation) / self.block_bytes)
+
+    def refusal(self, config: EngineConfig) -> str | None:
+        """Why `config` cannot hold a single request of full length, or None.
+
+        A tenth is allowed for the prediction's own error: what is close is launched and the engine decides.
+        """
+        needed = math.ceil(self.max_model_len / self.block_size)
+        blocks = self.num_blocks(config)
+        if blocks >= 0.9 * needed:
+            return None
+        return (
+            f"gpu_memory_utilization={config.gpu_memory_utilization:g} would leave {max(0, blocks)} KV blocks, "
+            f"one request of max_model_len={self.max_model_len} needs {needed}: raise the share or lower max_model_len"
+        )
+
+    def requests_that_fit(self, config: EngineConfig, tokens_per_request: float) -> int:
+        """How many requests of that many tokens the KV cache holds at once. Unit: requests."""
+        return max(0, math.floor(self.num_blocks(config) * self.block_size / tokens_per_request))

@@ -1,0 +1,119 @@
+"""What a job would do, before it does anything: settings, launches, stages, expected time. Pure."""
+
+from __future__ import annotations
+
+from tuner.engines import builtin
+from tuner.job import TuningJob
+from tuner.ladder import Ladder, most_stages
+from tuner.records import EngineConfig, Record
+from tuner.space import SEARCHED, SearchedName, SearchedValues, broken_rule
+
+ASSUMED_START_S = 8.0
+"""A guess at one engine start, used until a launch has been seen; a plan says that it is one. Unit: seconds."""
+
+CONFIRMATION_LAUNCHES = 4
+"""Production and defaults, twice in turn."""
+
+CONFIRMATION_STAGES = 2
+"""The operating point and twice its load."""
+
+MAX_PROTECTIVE_LAUNCHES = 2
+"""Candidates for the protective profile that are tried with the burst, one launch each."""
+
+PROTECTIVE_STAGES = 2
+"""The operating point and the burst."""
+
+
+class ParameterPlan(Record):
+    """One searched parameter, its values and why these."""
+
+    name: SearchedName
+    choices: tuple[float, ...]
+    unit: str
+    why: str
+
+
+class JobPlan(Record):
+    """The size of a job, known before it starts."""
+
+    name: str
+    model: str
+    engine: str
+    workload: str
+    parameters: tuple[ParameterPlan, ...]
+    num_combinations: int
+    impossible: tuple[str, ...]
+    """Combinations no launch will be spent on, each with its rule."""
+
+    num_study_launches: int
+    num_confirmation_launches: int
+    most_stages: int
+    expected_s: float
+    """If every launch takes the assumed start and every stage half its longest time, cut at the budget."""
+
+    assumed_start_s: float
+    budget_s: float
+
+
+def plan_of(job: TuningJob) -> JobPlan:
+    """The plan of `job`."""
+    combinations = _combinations(job)
+    rules = [broken_rule(config, max_model_len=job.engine.fixed.max_model_len) for config in combinations]
+    impossible = tuple(rule for rule in rules if rule is not None)
+    num_possible = len(combinations) - len(impossible)
+    study = min(job.budget.trials, num_possible)
+    confirmations = CONFIRMATION_LAUNCHES + MAX_PROTECTIVE_LAUNCHES
+    fence = int(max(job.search_space.choices("max_num_seqs")))
+    study_stages = study * most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load))
+    stages = study_stages + CONFIRMATION_LAUNCHES * CONFIRMATION_STAGES + MAX_PROTECTIVE_LAUNCHES * PROTECTIVE_STAGES
+    return JobPlan(
+        name=job.name,
+        model=job.model,
+        engine=job.engine.name,
+        workload=job.workload.name,
+        parameters=tuple(_parameter(job, name) for name in SEARCHED),
+        num_combinations=len(combinations),
+        impossible=impossible,
+        num_study_launches=study,
+        num_confirmation_launches=confirmations,
+        most_stages=stages,
+        expected_s=min(job.budget.time, (study + confirmations) * ASSUMED_START_S + stages * longest_stage_s(job) / 2),
+        assumed_start_s=ASSUMED_START_S,
+        budget_s=job.budget.time,
+    )
+
+
+def longest_stage_s(job: TuningJob) -> float:
+    """Warm-up and measurement of one stage at their limits. Unit: seconds."""
+    return job.measure.max_warm_up + job.measure.max_time
+
+
+def default_values(job: TuningJob) -> SearchedValues:
+    """The engine's own defaults: trial 0."""
+    del job  # one engine so far
+    return builtin.DEFAULTS
+
+
+def cautious_values(job: TuningJob) -> SearchedValues:
+    """The cautious start, its budget cut to what one request can use: trial 1."""
+    start = job.search_space.cautious_start
+    length = job.engine.fixed.max_model_len
+    if length is None:
+        return start
+    budget = max(start.max_num_seqs, min(start.max_num_batched_tokens, start.max_num_seqs * length))
+    return start.model_copy(update={"max_num_batched_tokens": budget})
+
+
+def _parameter(job: TuningJob, name: SearchedName) -> ParameterPlan:
+    parameter = getattr(job.search_space.parameters, name)
+    return ParameterPlan(name=name, choices=parameter.choices, unit=parameter.unit, why=" ".join(parameter.why.split()))
+
+
+def _combinations(job: TuningJob) -> list[EngineConfig]:
+    space = job.search_space
+    return [
+        job.config(SearchedValues(max_num_seqs=seqs, max_num_batched_tokens=budget, gpu_memory_utilization=share))
+        for seqs in map(int, space.choices("max_num_seqs"))
+        for budget in map(int, space.choices("max_num_batched_tokens"))
+        for share in space.choices("gpu_memory_utilization")
+    ]

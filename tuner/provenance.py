@@ -1,0 +1,71 @@
+"""Where a result comes from: versions, hardware, model, job."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from tuner.job import TuningJob
+from tuner.records import Provenance
+
+PACKAGES = ("optuna", "ray", "torch", "transformers", "pandas", "numpy", "plotly", "aiohttp")
+"""Those whose version can change a figure or a decision."""
+
+
+def provenance(job: TuningJob) -> Provenance:
+    """What a reader needs to judge whether the answer still holds."""
+    return Provenance(
+        kneetune_version=metadata.version("kneetune"),
+        engine=job.engine.name,
+        engine_version=metadata.version("kneetune"),
+        model=job.model,
+        model_hash=model_hash(job.model),
+        workload=job.workload.name,
+        workload_hash=job.workload.hash,
+        device=_device(job),
+        hardware=hardware(),
+        python=platform.python_version(),
+        packages={name: metadata.version(name) for name in PACKAGES},
+        seed=job.seed,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def hardware() -> str:
+    """The processor, its cores and the memory, in one line."""
+    memory_gib = psutil.virtual_memory().total / 2**30
+    return f"{_cpu_name()}, {psutil.cpu_count()} cores, {memory_gib:.0f} GiB"
+
+
+def model_hash(model: str) -> str:
+    """Names a model by content: sha256 over a local folder's config and the names and sizes of its weights.
+
+    The weights themselves are not read: they are large, and a changed file nearly always changes its size or name.
+    For anything that is not a local folder the name is all there is.
+    """
+    digest = hashlib.sha256(model.encode())
+    folder = Path(model)
+    if folder.is_dir():
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _device(job: TuningJob) -> str:
+    size = job.engine.device_memory
+    return "cpu" if size is None else f"cpu, {size / 2**20:.0f} MiB set aside as the device"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,96 @@
+"""The search: propose, refuse or launch, tell, until the budget is spent."""
+
+from __future__ import annotations
+
+from tuner.analysis.knee import find_knee, points_of
+from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
+from tuner.job import TuningJob
+from tuner.ladder import Ladder
+from tuner.launches import Launches
+from tuner.memory_model import MemoryModel
+from tuner.planning import (
+    CONFIRMATION_LAUNCHES,
+    CONFIRMATION_STAGES,
+    MAX_PROTECTIVE_LAUNCHES,
+    PROTECTIVE_STAGES,
+    cautious_values,
+    default_values,
+    longest_stage_s,
+)
+from tuner.records import EngineConfig, Slo, TrialRecord, TrialRole
+from tuner.space import broken_rule
+from tuner.study import Objectives, Proposal, Study
+
+DEFAULTS_ORIGIN = "defaults"
+CAUTIOUS_ORIGIN = "cautious_start"
+FEWEST_LAUNCHES = 2
+"""The defaults and the cautious start are measured whatever the clock says."""
+
+
+def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
+    """Measure settings until trials, time or the space are used up.
+
+    Returns:
+        The limits in force: the job's, or those derived from the first ladder; None if no ladder was climbed.
+    """
+    study.enqueue(default_values(job), DEFAULTS_ORIGIN)
+    study.enqueue(cautious_values(job), CAUTIOUS_ORIGIN)
+    slo, memory = job.limits(), None
+    num_launched = 0
+    while num_launched < job.budget.trials and (num_launched < FEWEST_LAUNCHES or _has_time(job, launches)):
+        proposal = study.ask()
+        if proposal is None:
+            launches.note(f"every setting of the space is known after {num_launched} launches: the search ends early")
+            break
+        config = job.config(proposal.values)
+        reason = _refusal(config, memory)
+        if reason is not None:
+            launches.refuse(config, origin=proposal.origin, reason=reason)
+            study.tell_infeasible(proposal, {"works": 1.0}, reason)
+            continue
+        launches.num_expected = job.budget.trials - num_launched + CONFIRMATION_LAUNCHES // 2
+        ladder = Ladder(max_num_seqs=config.max_num_seqs, max_load=job.max_load)
+        trial = launches.run(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
+        num_launched += 1
+        if trial.outcome.outcome == "measured":
+            slo = slo or derive_slo(trial.outcome.stages)
+            memory = memory or MemoryModel.calibrated(config, trial.outcome.facts)
+        _tell(study, proposal, trial, slo)
+    return slo
+
+
+def _has_time(job: TuningJob, launches: Launches) -> bool:
+    """Whether one more ladder fits before the confirmations must begin."""
+    ladder_s = launches.mean_launch_s(TrialRole.STUDY) or 0.0
+    start_s = max((trial.start_s for trial in launches.trials), default=0.0)
+    stage_s = longest_stage_s(job) / 2
+    confirmation_s = CONFIRMATION_LAUNCHES * (start_s + CONFIRMATION_STAGES * stage_s)
+    confirmation_s += MAX_PROTECTIVE_LAUNCHES * (start_s + PROTECTIVE_STAGES * stage_s)
+    return launches.elapsed_s() + ladder_s + confirmation_s <= job.budget.time
+
+
+def _refusal(config: EngineConfig, memory: MemoryModel | None) -> str | None:
+    """Why a launch of `config` would be wasted, or None."""
+    length = config.max_model_len if memory is None else memory.max_model_len
+    rule = broken_rule(config, max_model_len=length)
+    if rule is not None or memory is None:
+        return rule
+    return memory.refusal(config)
+
+
+def _tell(study: Study, proposal: Proposal, trial: TrialRecord, slo: Slo | None) -> None:
+    outcome = trial.outcome
+    if outcome.outcome == "failed":
+        study.tell_infeasible(proposal, {"works": 1.0}, f"{outcome.kind.value}: {outcome.detail}")
+        return
+    if slo is None:
+        study.tell_infeasible(proposal, {"works": 1.0}, "no limits are known: no stage at load 1 was valid")
+        return
+    point = operating_point(outcome.stages, find_knee(points_of(outcome.stages)), slo)
+    if point is None:
+        nearest = least_violating_stage(outcome.stages, slo)
+        amounts = {"works": 1.0} if nearest is None else violations(nearest, slo)
+        study.tell_infeasible(proposal, amounts, "no stage left of the knee meets every limit")
+        return
+    objectives = Objectives(point.output_throughput.value, point.ttft_p95_ms.value, point.itl_p95_ms.value)
+    study.tell_measured(proposal, objectives, violations(point, slo))

@@ -1,0 +1,122 @@
+"""ask → trial → tell: the Optuna study. The only file that imports optuna.
+
+A setting that failed, or that meets no limit, is told as violating constraints: told as failed, it would teach the
+sampler nothing and be proposed again; told as a zero, it would pull the model of the objectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+from optuna.distributions import BaseDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import TrialState
+
+from tuner.space import SEARCHED, SearchedValues, SearchSpace
+
+STUDY_NAME = "kneetune"
+NUM_STARTUP_TRIALS = 5
+"""Settings drawn at random before the sampler models anything."""
+
+MAX_REPEATS = 50
+"""Proposals of settings already known before the space counts as exhausted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A setting to try: the study's own number for it, the values, and where they came from."""
+
+    number: int
+    values: SearchedValues
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a setting achieves at its operating point."""
+
+    output_throughput: float
+    ttft_p95_ms: float
+    itl_p95_ms: float
+
+
+class Study:
+    """An Optuna study of three parameters and three objectives in a journal file.
+
+    Each parameter is told to Optuna as the position among its choices: they rise, so that neighbours stay neighbours
+    for the sampler, and a grid of powers of two is even.
+    """
+
+    def __init__(self, space: SearchSpace, journal: Path, *, seed: int) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        backend = JournalFileBackend(str(journal), lock_obj=JournalFileOpenLock(str(journal)))
+        self._space = space
+        self._positions: dict[str, BaseDistribution] = {
+            name: IntDistribution(0, len(space.choices(name)) - 1) for name in SEARCHED
+        }
+        self._known: set[SearchedValues] = set()
+        self._queued: list[tuple[SearchedValues, str]] = []
+        self._open: dict[int, optuna.Trial] = {}
+        self._study = optuna.create_study(
+            storage=JournalStorage(backend),
+            study_name=STUDY_NAME,
+            directions=["maximize", "minimize", "minimize"],
+            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=NUM_STARTUP_TRIALS),
+        )
+
+    def enqueue(self, values: SearchedValues, origin: str) -> None:
+        """Try these values next, whatever the sampler thinks; they need not be among the choices."""
+        self._queued.append((values, origin))
+
+    def ask(self) -> Proposal | None:
+        """The next setting that is not yet known; None when the space is exhausted."""
+        while self._queued:
+            values, origin = self._queued.pop(0)
+            if values not in self._known:
+                return self._opened(self._ask_for(values), values, origin)
+        for _ in range(MAX_REPEATS):
+            trial = self._study.ask(self._positions)
+            values = self._values(trial.params)
+            if values not in self._known:
+                return self._opened(trial, values, "sampler")
+            self._study.tell(trial, state=TrialState.FAIL)
+        return None
+
+    def tell_measured(self, proposal: Proposal, objectives: Objectives, constraints: Mapping[str, float]) -> None:
+        """Report a measured setting; a constraint holds where its value is at most 0."""
+        trial = self._open.pop(proposal.number)
+        for name, value in constraints.items():
+            trial.set_constraint(name, value)
+        values = [objectives.output_throughput, objectives.ttft_p95_ms, objectives.itl_p95_ms]
+        self._study.tell(trial, values=values)
+
+    def tell_infeasible(self, proposal: Proposal, constraints: Mapping[str, float], reason: str) -> None:
+        """Report a setting without an operating point: it failed, was refused, or breaks the limits everywhere."""
+        trial = self._open.pop(proposal.number)
+        for name, value in constraints.items():
+            trial.set_constraint(name, value)
+        trial.set_user_attr("reason", reason)
+        self._study.tell(trial, state=TrialState.PRUNED)
+
+    def _opened(self, trial: optuna.Trial, values: SearchedValues, origin: str) -> Proposal:
+        self._known.add(values)
+        self._open[trial.number] = trial
+        trial.set_user_attr("values", values.model_dump())
+        trial.set_user_attr("origin", origin)
+        return Proposal(trial.number, values, origin)
+
+    def _ask_for(self, values: SearchedValues) -> optuna.Trial:
+        """Open a trial with these values; where they are not among the choices it has no parameters to learn from."""
+        asked = values.model_dump()
+        if any(asked[name] not in self._space.choices(name) for name in SEARCHED):
+            return self._study.ask()
+        self._study.enqueue_trial({name: self._space.choices(name).index(asked[name]) for name in SEARCHED})
+        return self._study.ask(self._positions)
+
+    def _values(self, positions: Mapping[str, int]) -> SearchedValues:
+        chosen = {name: self._space.choices(name)[positions[name]] for name in SEARCHED}
+        return SearchedValues.model_validate(chosen)

@@ -1,0 +1,177 @@
+"""One trial: launch, climb, stop early, clean up → `Measured | Failed`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import uvloop
+
+from tuner.engines import builtin
+from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
+from tuner.job import TuningJob
+from tuner.ladder import LadderStep, Plan, next_step
+from tuner.load.connection import Endpoint
+from tuner.measure.stage import StageSpec, Target, measure_stage
+from tuner.records import (
+    EngineConfig,
+    Failed,
+    FailureKind,
+    Measured,
+    Record,
+    RequestRecord,
+    StageKind,
+    StageRecord,
+    TrialOutcome,
+    TrialRecord,
+    TrialRole,
+)
+from tuner.store import append_stage, write_requests
+
+BYTE_TOKENS = range(256)
+"""Token ids prompts are drawn from: every tokenizer of a supported model has at least these, and none is special."""
+
+
+class TrialSpec(Record):
+    """Everything a worker needs to run one trial."""
+
+    number: int
+    role: TrialRole
+    config: EngineConfig
+    origin: str
+    job: TuningJob
+    plan: Plan
+    directory: Path
+
+
+TrialEvent = StageRecord | TrialRecord
+"""What a trial reports as it goes: its stages one by one, itself last."""
+
+
+def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
+    """Run `spec`: yields each stage's record as it ends, then the trial's.
+
+    Whatever happens to the engine becomes a `Failed` with its kind; the engine is gone when the last value is yielded.
+    """
+    begun = time.perf_counter()
+    start_s = 0.0
+    stages: list[StageRecord] = []
+    outcome: TrialOutcome
+    try:
+        with _launched(spec) as engine:
+            start_s = engine.start_s
+            reading = builtin.read(engine.base_url)
+            refused = _refused(spec, engine, reading)
+            if refused is None:
+                for stage in _climb(spec, engine, reading):
+                    stages.append(stage)
+                    yield stage
+            outcome = refused or _outcome(engine, reading, stages)
+    except EngineStartError as error:
+        start_s = time.perf_counter() - begun
+        outcome = _not_started(spec, error)
+    yield TrialRecord(
+        number=spec.number,
+        role=spec.role,
+        config=spec.config,
+        origin=spec.origin,
+        outcome=outcome,
+        start_s=start_s,
+        measure_s=sum(stage.wall_s for stage in stages),
+        wall_s=time.perf_counter() - begun,
+    )
+
+
+def served_model_name(spec: TrialSpec) -> str:
+    """A name no other server answers to: a stray server on our port is noticed by it."""
+    return f"{spec.job.name}-trial-{spec.number:04d}-{os.getpid()}"
+
+
+def _launched(spec: TrialSpec) -> AbstractContextManager[RunningEngine]:
+    port = free_port()
+    command = builtin.command(
+        spec.job.model, spec.config, spec.job.engine, port=port, served_model_name=served_model_name(spec)
+    )
+    return launched(
+        command,
+        port=port,
+        environment=dict(os.environ),
+        directory=spec.directory,
+        timeout_s=spec.job.engine.start_timeout,
+    )
+
+
+def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
+    log_path = spec.directory / "engine.log"
+    if error.timed_out:
+        return Failed(kind=FailureKind.START_TIMEOUT, detail=f"{error}; see {log_path}")
+    return builtin.last_words(log_path)
+
+
+def _refused(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Failed | None:
+    """Why nothing may be sent to the server that answered, or None: not ours, or not as asked."""
+    if reading.model_name != served_model_name(spec):
+        detail = f"port held by another server: {engine.base_url} serves {reading.model_name!r}; nothing was sent to it"
+        return Failed(kind=FailureKind.INFRASTRUCTURE, detail=detail)
+    mismatch = builtin.mismatch(spec.config, reading)
+    return None if mismatch is None else Failed(kind=FailureKind.CONFIG_MISMATCH, detail=mismatch)
+
+
+def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Iterator[StageRecord]:
+    """Measure stage after stage until the plan has no next one or the engine cannot go on."""
+    stages: list[StageRecord] = []
+    requests: list[tuple[StageRecord, Sequence[RequestRecord]]] = []
+    target = Target(
+        endpoint=Endpoint.from_url(engine.base_url),
+        model=reading.model_name,
+        max_model_len=builtin.facts(reading).max_model_len,
+        token_ids=BYTE_TOKENS,
+        root_pid=engine.pid,
+        memory=builtin.memory(reading),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        while engine.is_alive() and not _stalled(stages) and (step := next_step(spec.plan, stages)) is not None:
+            measured = runner.run(measure_stage(_stage_spec(spec, step, index=len(stages)), target))
+            stages.append(measured.record)
+            requests.append((measured.record, measured.requests))
+            append_stage(spec.directory, measured.record)
+            yield measured.record
+    write_requests(spec.directory, requests)
+
+
+def _stage_spec(spec: TrialSpec, step: LadderStep, *, index: int) -> StageSpec:
+    measure = spec.job.measure
+    return StageSpec(
+        index=index,
+        kind=step.kind,
+        load=step.load,
+        max_num_seqs=spec.config.max_num_seqs,
+        workload=spec.job.burst if step.kind is StageKind.BURST else spec.job.workload,
+        entropy=(spec.job.seed, spec.number, index),
+        min_requests=measure.min_requests,
+        min_s=measure.min_time,
+        max_s=measure.max_time,
+        max_warm_up_s=measure.max_warm_up,
+        target_relative_half_width=measure.precision,
+    )
+
+
+def _outcome(engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]) -> Measured | Failed:
+    if not engine.is_alive():
+        return builtin.last_words(engine.log_path)
+    if _stalled(stages):
+        last = stages[-1]
+        detail = f"at load {last.load} requests waited and no token came; see {engine.log_path}"
+        return Failed(kind=FailureKind.STALLED, detail=detail)
+    if not any(stage.valid for stage in stages):
+        reasons = "; ".join(stages[-1].invalid_reasons) if stages else "no stage was measured"
+        return Failed(kind=FailureKind.INVALID_MEASUREMENT, detail=reasons)
+    return Measured(facts=builtin.facts(reading), stages=tuple(stages))
+
+
+def _stalled(stages: Sequence[StageRecord]) -> bool:
+    return bool(stages) and stages[-1].ended_by == "stalled"

@@ -1,0 +1,75 @@
+"""Ray: where trials run. The only file that imports ray.
+
+A trial runs in an actor with a process of its own and reports as it goes, a value a stage; the driver, which owns the
+study and the run directory, stays the only one that decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Without it Ray warns about a default that changes; no trial here asks for a GPU of Ray yet.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+
+from tuner.inputs import InputError
+from tuner.trial import TrialEvent, TrialSpec, run_trial
+
+
+class WorkerLostError(RuntimeError):
+    """The worker's process died under a trial: this says nothing about the config."""
+
+
+class Workers:
+    """A Ray instance of our own on this machine, with one worker: one device takes one engine at a time."""
+
+    def __init__(self) -> None:
+        self._worker: ray.actor.ActorHandle | None = None
+
+    def __enter__(self) -> Self:
+        if ray.is_initialized():
+            raise InputError("Ray is already running in this process; kneetune starts an instance of its own")
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_cpus=1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._discard()
+        ray.shutdown()
+
+    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
+        """Run one trial: each stage's record as it ends, then the trial's.
+
+        Raises:
+            WorkerLostError: if the worker's process dies; the next trial gets a new one.
+        """
+        if self._worker is None:
+            self._worker = _Worker.remote()
+        try:
+            for reference in self._worker.run.remote(spec):
+                yield ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            self._discard()
+            raise WorkerLostError(f"the worker of trial {spec.number} died: {error}") from error
+        except BaseException:
+            self._discard()  # a trial given up half-way: its engine ends with its worker
+            raise
+
+    def _discard(self) -> None:
+        if self._worker is not None:
+            ray.kill(self._worker)
+            self._worker = None
+
+
+@ray.remote(num_cpus=1, max_restarts=0)
+class _Worker:
+    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
+        # Ray gives actors one OpenMP thread; the engine sets its own from the CPUs it may use.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        yield from run_trial(spec)
