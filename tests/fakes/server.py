@@ -1,0 +1,216 @@
+"""A stub engine on a real socket whose every frame is known: schedule, packing, odd frames, errors, cuts, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tuner.load.connection import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """What the stub does with one request."""
+
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    tokens_per_chunk: int = 1
+    usage: Literal["running", "final", "none"] = "running"
+    num_tokens: int | None = None
+    """Tokens to give; None: as many as asked."""
+
+    opening_frames: tuple[dict[str, Any], ...] = ()
+    """Sent at once, before the first token."""
+
+    status: int = 200
+    error_after: int | None = None
+    """Chunks after which an error object is sent, then the end mark."""
+
+    cut_after: int | None = None
+    """Chunks after which the socket is closed."""
+
+    hang_after: int | None = None
+    """Chunks after which nothing comes any more."""
+
+
+@dataclass(slots=True)
+class StubEngine:
+    """Counts what it sees while it serves."""
+
+    behave: Callable[[int], Behaviour]
+    """The behaviour of the n-th completion request, from 0."""
+
+    prefix_hit_rate: float | None = None
+    """What its metrics say of the prefix cache; None: nothing."""
+
+    preemptions: int | None = 0
+    num_requests: int = 0
+    num_in_flight: int = 0
+    peak_in_flight: int = 0
+    num_dropped: int = 0
+    """Requests whose client went away before the end."""
+
+    prompt_tokens: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it closes."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while (request := await _read_request(reader)) is not None:
+                path, body = request
+                if path == "/metrics":
+                    writer.write(_plain(200, self._metrics_page(), "text/plain"))
+                elif not await self._complete(json.loads(body), writer):
+                    break
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+            self._tasks.discard(task)
+
+    async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        behaviour = self.behave(self.num_requests)
+        self.num_requests += 1
+        self.bodies.append(body)
+        self.num_in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.num_in_flight)
+        self.prompt_tokens += len(body["prompt"])
+        try:
+            if behaviour.status != 200:
+                error = json.dumps({"error": {"message": f"stub says {behaviour.status}"}})
+                writer.write(_plain(behaviour.status, error, "application/json"))
+                return True
+            return await self._stream(behaviour, body, writer)
+        finally:
+            self.num_in_flight -= 1
+
+    async def _stream(self, behaviour: Behaviour, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for frame in behaviour.opening_frames:
+            writer.write(_chunk(event(frame)))
+        await self._sleep(behaviour.ttft_s, writer)
+        frames = completion_frames(
+            num_prompt_tokens=len(body["prompt"]),
+            num_tokens=behaviour.num_tokens or body["max_tokens"],
+            tokens_per_chunk=behaviour.tokens_per_chunk,
+            usage=behaviour.usage,
+        )
+        for sent, frame in enumerate(frames):
+            if sent == behaviour.cut_after:
+                return False
+            if sent == behaviour.hang_after:
+                await self._sleep(3600.0, writer)
+            if sent == behaviour.error_after:
+                writer.write(_chunk(event({"error": {"message": "engine died"}}) + DONE) + b"0\r\n\r\n")
+                return True
+            if sent and frame["choices"]:
+                await self._sleep(behaviour.itl_s, writer)
+            writer.write(_chunk(event(frame)))
+        writer.write(_chunk(DONE) + b"0\r\n\r\n")
+        return True
+
+    async def _sleep(self, seconds: float, writer: asyncio.StreamWriter) -> None:
+        if seconds:
+            await asyncio.sleep(seconds)
+        if writer.transport.is_closing():
+            self.num_dropped += 1
+            raise ConnectionResetError
+
+    def _metrics_page(self) -> str:
+        lines = [
+            f'vllm:num_requests_running{{engine="0"}} {float(self.num_in_flight)}',
+            'vllm:num_requests_waiting{engine="0"} 0.0',
+            'vllm:kv_cache_usage_perc{engine="0"} 0.25',
+        ]
+        if self.preemptions is not None:
+            lines.append(f'vllm:num_preemptions_total{{engine="0"}} {float(self.preemptions)}')
+        if self.prefix_hit_rate is not None:
+            lines.append(f"vllm:prefix_cache_queries_total {float(self.prompt_tokens)}")
+            lines.append(f"vllm:prefix_cache_hits_total {self.prefix_hit_rate * self.prompt_tokens}")
+        return "\n".join(lines) + "\n"
+
+    async def stop(self) -> None:
+        """End all connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running_stub(
+    behave: Behaviour | Callable[[int], Behaviour], *, preemptions: int | None = 0, prefix_hit_rate: float | None = None
+) -> AsyncIterator[StubEngine]:
+    """A stub that listens on a free port of 127.0.0.1 while it is entered."""
+    chosen = (lambda _: behave) if isinstance(behave, Behaviour) else behave
+    stub = StubEngine(behave=chosen, preemptions=preemptions, prefix_hit_rate=prefix_hit_rate)
+    server = await asyncio.start_server(stub.handle, "127.0.0.1", 0, backlog=1024)
+    stub.endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+    try:
+        yield stub
+    finally:
+        server.close()
+        await stub.stop()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(frame: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(frame).encode() + b"\n\n"
+
+
+def completion_frames(
+    *, num_prompt_tokens: int, num_tokens: int, tokens_per_chunk: int = 1, usage: str = "running"
+) -> list[dict[str, Any]]:
+    """The JSON frames of a streamed completion, vLLM's shape, without the end mark."""
+    frames: list[dict[str, Any]] = []
+    given = 0
+    while given < num_tokens:
+        now = min(tokens_per_chunk, num_tokens - given)
+        given += now
+        finish = "length" if given == num_tokens else None
+        frame: dict[str, Any] = {"choices": [{"index": 0, "text": "x" * now, "finish_reason": finish}]}
+        if usage == "running":
+            frame["usage"] = _usage(num_prompt_tokens, given)
+        frames.append(frame)
+    if usage != "none":
+        frames.append({"choices": [], "usage": _usage(num_prompt_tokens, num_tokens)})
+    return frames
+
+
+def _usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }
+
+
+def _chunk(body: bytes) -> bytes:
+    return f"{len(body):x}\r\n".encode() + body + b"\r\n"
+
+
+def _plain(status: int, text: str, content_type: str) -> bytes:
+    head = f"HTTP/1.1 {status} Stub\r\nContent-Type: {content_type}\r\nContent-Length: {len(text.encode())}\r\n\r\n"
+    return head.encode() + text.encode()
+
+
+async def _read_request(reader: asyncio.StreamReader) -> tuple[str, bytes] | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    except asyncio.IncompleteReadError:
+        return None
+    lengths = [line.split(":")[1] for line in head.splitlines() if line.lower().startswith("content-length")]
+    body = await reader.readexactly(int(lengths[0])) if lengths else b""
+    return head.split(" ")[1], body

@@ -1,0 +1,184 @@
+"""What is sent: lengths, sampling parameters, and prompts that no prefix cache has seen."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+_HASH_DIGITS = 12
+
+
+class WorkloadError(ValueError):
+    """A workload that does not exist, cannot be read, or cannot be served; the message holds the values."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Fixed(_Frozen):
+    """Every length is the same."""
+
+    kind: Literal["fixed"]
+    tokens: int = Field(ge=1)
+
+    @property
+    def longest(self) -> int:
+        """The largest length this can draw. Unit: tokens."""
+        return self.tokens
+
+    def draw(self, rng: np.random.Generator) -> int:  # noqa: ARG002 - same signature as its siblings
+        """One length. Unit: tokens."""
+        return self.tokens
+
+
+class Uniform(_Frozen):
+    """Whole lengths from `low` to `high`, both included, equally likely."""
+
+    kind: Literal["uniform"]
+    low: int = Field(ge=1)
+    high: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}: swap them")
+        return self
+
+    @property
+    def longest(self) -> int:
+        """The largest length this can draw. Unit: tokens."""
+        return self.high
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """One length. Unit: tokens."""
+        return int(rng.integers(self.low, self.high, endpoint=True))
+
+
+Length = Annotated[Fixed | Uniform, Field(discriminator="kind")]
+
+
+class Workload(_Frozen):
+    """What each request looks like. Two workloads of one hash send the same kind of load."""
+
+    name: str
+    why: str
+    """Who sends such requests, and what they are good for in a tuning job."""
+
+    input_len: Length
+    output_len: Length
+    temperature: float = Field(default=0.0, ge=0)
+    ignore_eos: bool = True
+    """Generate the asked number of tokens whatever the model says, so that stages are comparable."""
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits that change with anything that is sent; the name and the reason are not sent."""
+        sent = self.model_dump_json(exclude={"name", "why"})
+        return hashlib.sha256(sent.encode()).hexdigest()[:_HASH_DIGITS]
+
+    @property
+    def longest_request_tokens(self) -> int:
+        """Prompt and output of the longest request this can draw. Unit: tokens."""
+        return self.input_len.longest + self.output_len.longest
+
+    def check_fits(self, max_model_len: int) -> None:
+        """Refuse a workload the engine cannot serve whole.
+
+        Raises:
+            WorkloadError: where the longest request is above `max_model_len`.
+        """
+        if self.longest_request_tokens > max_model_len:
+            raise WorkloadError(
+                f"workload {self.name}: its longest request has {self.longest_request_tokens} tokens "
+                f"({self.input_len.longest} in, {self.output_len.longest} out), above max_model_len={max_model_len}: "
+                "shorten the workload or raise max_model_len"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """One request, ready to be sent."""
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    ignore_eos: bool
+
+
+def requests(
+    workload: Workload, *, token_ids: range, max_model_len: int, entropy: Sequence[int]
+) -> Iterator[PromptRequest]:
+    """Draw requests without end; the same entropy gives the same sequence, any other shares no prompt with it.
+
+    Args:
+        token_ids: ids that are ordinary tokens in the model's vocabulary.
+        entropy: (study seed, trial, stage, repeat): whatever tells this sequence from all others of a study.
+
+    Raises:
+        WorkloadError: where the longest request does not fit `max_model_len`.
+    """
+    workload.check_fits(max_model_len)
+    return _draw_requests(workload, token_ids, np.random.default_rng(np.random.SeedSequence(list(entropy))))
+
+
+def _draw_requests(workload: Workload, token_ids: range, rng: np.random.Generator) -> Iterator[PromptRequest]:
+    index = 0
+    while True:
+        num_prompt_tokens = workload.input_len.draw(rng)
+        ids = rng.integers(token_ids.start, token_ids.stop, size=num_prompt_tokens)
+        yield PromptRequest(
+            index=index,
+            prompt_token_ids=tuple(ids.tolist()),
+            max_tokens=workload.output_len.draw(rng),
+            temperature=workload.temperature,
+            ignore_eos=workload.ignore_eos,
+        )
+        index += 1
+
+
+def known_workloads() -> list[str]:
+    """Names of the presets that ship with us, sorted."""
+    folder = resources.files("search_spaces") / "workloads"
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def load_workload(name_or_mapping: str | Mapping[str, Any]) -> Workload:
+    """A preset by its name, or a workload written out as a mapping (`name` and `why` may be left out there).
+
+    Raises:
+        WorkloadError: for an unknown preset (naming the nearest and all known) or a mapping that says something wrong.
+    """
+    if isinstance(name_or_mapping, str):
+        name = name_or_mapping
+        known = known_workloads()
+        if name not in known:
+            raise WorkloadError(f"workload {name!r} is not known{_nearest(name, known)}; known: {', '.join(known)}")
+        text = (resources.files("search_spaces") / "workloads" / f"{name}.yaml").read_text(encoding="utf-8")
+        return _from_mapping({"name": name, **yaml.safe_load(text)})
+    return _from_mapping({"name": "custom", "why": "written out in the job", **name_or_mapping})
+
+
+def _from_mapping(mapping: Mapping[str, Any]) -> Workload:
+    known = list(Workload.model_fields)
+    for key in mapping:
+        if key not in known:
+            raise WorkloadError(f"workload key {key!r} is not known{_nearest(key, known)}; known: {', '.join(known)}")
+    try:
+        return Workload.model_validate(mapping)
+    except ValidationError as error:
+        raise WorkloadError(f"workload {mapping['name']}: {error}") from error
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.3)
+    return f", did you mean {close[0]!r}" if close else ""

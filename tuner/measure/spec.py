@@ -1,0 +1,57 @@
+"""What to measure, and on which running engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tuner.load.connection import Endpoint
+from tuner.load.workload import Workload
+from tuner.measure.memory import EngineMemory
+from tuner.records import StageKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """What to measure, and how long it may take: at most `max_warm_up_s + max_s` and a moment to close."""
+
+    index: int
+    kind: StageKind
+    load: int
+    max_num_seqs: int
+    """The fence in force."""
+
+    workload: Workload
+    entropy: tuple[int, ...]
+    """(study seed, trial, stage, repeat): no two stages of a study send one prompt twice."""
+
+    min_requests: int = 60
+    """Requests to finish in the window before precision may end it; 59 are the fewest that give a p95 an interval."""
+
+    min_s: float = 2.0
+    max_s: float = 30.0
+    """Longest measured window."""
+
+    max_warm_up_s: float = 30.0
+    target_relative_half_width: float = 0.05
+    """Precise: the half width of the throughput's 95 % interval is at most this share of it."""
+
+    stall_s: float = 60.0
+    """No token for so long while requests are in flight: stalled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A running engine."""
+
+    endpoint: Endpoint
+    model: str
+    """The name it serves the model under."""
+
+    max_model_len: int
+    token_ids: range = range(256)
+    """Ordinary tokens to make prompts of."""
+
+    root_pid: int | None = None
+    """The engine's first process; None where it is not ours to look at."""
+
+    memory: EngineMemory = field(default_factory=EngineMemory)

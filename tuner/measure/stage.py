@@ -1,0 +1,127 @@
+"""Measures one stage: hold a load, wait until it is steady, measure until it is known well enough."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuner.load.generator import ClosedLoop
+from tuner.load.workload import requests
+from tuner.measure import latency, steady
+from tuner.measure.latency import Window
+from tuner.measure.memory import PssSampler
+from tuner.measure.prometheus import MetricsSnapshot, Scraper
+from tuner.measure.spec import StageSpec, Target
+from tuner.measure.summary import EndedBy, Seen, mean_e2e_s, settle, summarise
+from tuner.records import RequestRecord, StageRecord
+
+__all__ = ["MeasuredStage", "StageSpec", "Target", "measure_stage"]
+
+_POLL_S = 0.1
+_RECENT_REQUESTS = 20
+"""More than half of this many latest requests failed: the stage is hopeless and ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStage:
+    """A stage's record and everything it was made from."""
+
+    record: StageRecord
+    requests: tuple[RequestRecord, ...]
+    samples: tuple[MetricsSnapshot, ...]
+
+
+async def measure_stage(spec: StageSpec, target: Target) -> MeasuredStage:
+    """Put the load on, measure, take it off again; whatever the server does, in bounded time.
+
+    Raises:
+        WorkloadError: where the workload does not fit the engine's `max_model_len`; nothing has been sent then.
+    """
+    prompts = requests(
+        spec.workload, token_ids=target.token_ids, max_model_len=target.max_model_len, entropy=spec.entropy
+    )
+    generator = ClosedLoop(endpoint=target.endpoint, model=target.model, load=spec.load, prompts=prompts)
+    async with AsyncExitStack() as stack:
+        pss = await stack.enter_async_context(PssSampler(target.root_pid))
+        await stack.enter_async_context(generator)
+        scraper = await stack.enter_async_context(Scraper(target.endpoint, origin_s=generator.log.origin_s))
+        seen = await _Watch(spec, generator, scraper).run()
+    records = settle(generator.log.records, seen)
+    record = summarise(
+        spec, target, seen, generator.log, records=records, samples=scraper.samples, device_peak_bytes=pss.peak_bytes
+    )
+    return MeasuredStage(record=record, requests=tuple(records), samples=tuple(scraper.samples))
+
+
+class _Watch:
+    """Looks at the load ten times a second and decides when the window begins and ends."""
+
+    def __init__(self, spec: StageSpec, generator: ClosedLoop, scraper: Scraper) -> None:
+        self._spec = spec
+        self._generator = generator
+        self._log = generator.log
+        self._scraper = scraper
+
+    async def run(self) -> Seen:
+        stopped = await self._warm_up()
+        num_users_through = self._generator.num_users_through
+        before = None if stopped else await self._scraper.scrape()
+        start_s = self._log.now_s()
+        ended_by = stopped or await self._measure(start_s)
+        window = Window(start_s, max(self._log.now_s(), start_s + 1e-3))
+        after = None if ended_by == "stalled" else await self._scraper.scrape()
+        return Seen(window=window, ended_by=ended_by, num_users_through=num_users_through, before=before, after=after)
+
+    async def _warm_up(self) -> EndedBy | None:
+        while self._log.now_s() < self._spec.max_warm_up_s:
+            await asyncio.sleep(_POLL_S)
+            if stopped := self._hopeless():
+                return stopped
+            if steady.is_warm(
+                load=self._spec.load,
+                num_users_through=self._generator.num_users_through,
+                times_s=np.array(self._log.event_times_s),
+                now_s=self._log.now_s(),
+                request_s=mean_e2e_s(self._log.records),
+            ):
+                return None
+        return None
+
+    async def _measure(self, start_s: float) -> EndedBy:
+        while (elapsed_s := self._log.now_s() - start_s) < self._spec.max_s:
+            await asyncio.sleep(min(_POLL_S, self._spec.max_s - elapsed_s))
+            if stopped := self._hopeless():
+                return stopped
+            if self._knows_enough(Window(start_s, self._log.now_s())):
+                return "precise"
+        return "time"
+
+    def _knows_enough(self, window: Window) -> bool:
+        if window.length_s < self._spec.min_s:
+            return False
+        ended = [record for record in latency.finished_inside(self._log.records, window) if record.error is None]
+        if len(ended) < self._spec.min_requests:
+            return False
+        # Events, not tokens: counting tokens means parsing every stream in flight. The two are proportional.
+        rate = latency.rate_estimate(np.array(self._log.event_times_s), window, correlation_s=mean_e2e_s(ended))
+        return steady.is_precise(rate, target_relative_half_width=self._spec.target_relative_half_width)
+
+    def _hopeless(self) -> EndedBy | None:
+        recent = self._log.records[-_RECENT_REQUESTS:]
+        num_failed = sum(record.error is not None and not record.rejected for record in recent)
+        if len(recent) == _RECENT_REQUESTS and num_failed > _RECENT_REQUESTS / 2:
+            return "failures"
+        spec = self._spec
+        last_event_s = self._log.event_times_s[-1] if self._log.event_times_s else 0.0
+        quiet_s = self._log.now_s() - last_event_s
+        if quiet_s < min(spec.stall_s, spec.max_warm_up_s + spec.max_s - 2 * _POLL_S):
+            return None
+        return "stalled" if self._log.num_in_flight > 0 and not self._engine_is_idle() else None
+
+    def _engine_is_idle(self) -> bool:
+        """Whether the engine says that it has nothing to do; one that says nothing is not known to be idle."""
+        latest = self._scraper.samples[-1] if self._scraper.samples else None
+        return latest is not None and latest.running == 0 and latest.waiting == 0

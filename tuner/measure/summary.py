@@ -1,0 +1,183 @@
+"""From everything a stage saw to its record. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from tuner.load.generator import LoadLog
+from tuner.measure import latency, steady
+from tuner.measure.latency import Window
+from tuner.measure.memory import memory_figures
+from tuner.measure.prometheus import MetricsSnapshot, increase
+from tuner.measure.spec import StageSpec, Target
+from tuner.measure.validity import Evidence, invalid_reasons
+from tuner.records import Estimate, RequestRecord, StageRecord
+
+EndedBy = Literal["precise", "time", "failures", "stalled"]
+
+_UNKNOWN = float("nan")
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """How the stage went."""
+
+    window: Window
+    ended_by: EndedBy
+    num_users_through: int
+    """Users whose first request had ended when the window began."""
+
+    before: MetricsSnapshot | None
+    """Scraped as the window began; None: no answer."""
+
+    after: MetricsSnapshot | None
+    """Scraped as the window ended."""
+
+    def grown(self, counter: Callable[[MetricsSnapshot], int | None]) -> int | None:
+        """How much one of the engine's counters grew over the window; None where that is unknown."""
+        if self.before is None or self.after is None:
+            return None
+        return increase(counter(self.before), counter(self.after))
+
+
+def settle(records: Sequence[RequestRecord], seen: Seen) -> list[RequestRecord]:
+    """Mark what did not finish inside the window; in a stalled stage, what hung is a failure and counts."""
+    if seen.ended_by == "stalled":
+        hung = {"unfinished": False, "error": "stalled: no token came any more", "finished_s": seen.window.start_s}
+        records = [record.model_copy(update=hung) if record.unfinished else record for record in records]
+    return [
+        record.model_copy(update={"warm_up": record.unfinished or not seen.window.holds(record.finished_s)})
+        for record in records
+    ]
+
+
+def mean_e2e_s(records: Sequence[RequestRecord]) -> float:
+    """Mean duration of those that did not fail; 0 where there are none."""
+    return _mean([latency.e2e_s(record) for record in records if record.error is None], empty=0.0)
+
+
+def summarise(
+    spec: StageSpec,
+    target: Target,
+    seen: Seen,
+    log: LoadLog,
+    *,
+    records: Sequence[RequestRecord],
+    samples: Sequence[MetricsSnapshot],
+    device_peak_bytes: int | None,
+) -> StageRecord:
+    """Work out every figure of the stage and judge whether it is valid."""
+    window = seen.window
+    ended = [record for record in records if not record.warm_up]
+    completed = [record for record in ended if record.error is None]
+    inside = [sample for sample in samples if window.holds(sample.at_s)]
+    kv_cache_usage_peak = _most([sample.kv_cache_usage for sample in inside])
+    arrivals_s = latency.arrival_times_s(records, window)
+    evidence = _evidence(spec, seen, log, records=records, trend=steady.has_trend(arrivals_s, window))
+    reasons = invalid_reasons(evidence)
+    return StageRecord(
+        index=spec.index,
+        kind=spec.kind,
+        load=spec.load,
+        fenced=spec.load > spec.max_num_seqs,
+        workload_hash=spec.workload.hash,
+        warm_up_s=window.start_s,
+        measured_s=window.length_s,
+        wall_s=window.end_s,
+        ended_by=seen.ended_by,
+        num_warm_up_requests=sum(record.finished_s < window.start_s for record in records),
+        num_completed=evidence.num_completed,
+        num_failed=evidence.num_failed,
+        num_rejected=evidence.num_rejected,
+        first_error=evidence.first_error,
+        output_throughput=latency.rate_estimate(arrivals_s, window, correlation_s=mean_e2e_s(completed)),
+        request_throughput_rps=len(completed) / window.length_s,
+        **_latencies_ms(completed, records, window),
+        longest_stall_ms=_most([1e3 * record.longest_stall_s for record in completed]),
+        mean_prompt_tokens=evidence.mean_prompt_tokens,
+        mean_output_tokens=evidence.mean_output_tokens,
+        mean_in_flight=evidence.mean_in_flight,
+        littles_law_ratio=evidence.littles_law_ratio,
+        send_slip_p95_ms=evidence.send_slip_p95_ms,
+        loop_lag_p95_ms=evidence.loop_lag_p95_ms,
+        num_preemptions=evidence.num_preemptions,
+        kv_cache_usage_peak=kv_cache_usage_peak,
+        mean_running=_mean_known([sample.running for sample in inside]),
+        mean_waiting=_mean_known([sample.waiting for sample in inside]),
+        peak_running=_most([sample.running for sample in inside]),
+        memory=memory_figures(
+            target.memory, kv_cache_usage_peak=kv_cache_usage_peak, device_peak_bytes=device_peak_bytes
+        ),
+        valid=not reasons,
+        invalid_reasons=reasons,
+    )
+
+
+def _latencies_ms(
+    completed: Sequence[RequestRecord], records: Sequence[RequestRecord], window: Window
+) -> dict[str, Estimate]:
+    """Every percentile of `StageRecord` by its field name."""
+    samples = {
+        "ttft": [latency.ttft_s(record) for record in completed],
+        "tpot": [tpot for record in completed if (tpot := latency.tpot_s(record)) is not None],
+        "e2e": [latency.e2e_s(record) for record in completed],
+    }
+    found: dict[str, Estimate] = {}
+    for name, q in (("p50", 0.5), ("p95", 0.95)):
+        found[f"itl_{name}_ms"] = latency.scaled(latency.itl_percentile(records, window, q), 1e3)
+        for metric, values in samples.items():
+            found[f"{metric}_{name}_ms"] = latency.scaled(latency.percentile(values, q), 1e3)
+    return found
+
+
+def _evidence(spec: StageSpec, seen: Seen, log: LoadLog, *, records: Sequence[RequestRecord], trend: bool) -> Evidence:
+    window = seen.window
+    ended = [record for record in records if not record.warm_up]
+    completed = [record for record in ended if record.error is None]
+    failures = [record for record in ended if record.error is not None and not record.rejected]
+    mean_in_flight = log.mean_in_flight(window.start_s, window.end_s)
+    slips_ms = [1e3 * (record.sent_s - record.intended_s) for record in records if window.holds(record.intended_s)]
+    lags_ms = [1e3 * lag_s for at_s, lag_s in log.loop_lags if window.holds(at_s)]
+    return Evidence(
+        load=spec.load,
+        ended_by=seen.ended_by,
+        num_users_through=seen.num_users_through,
+        trend=trend,
+        num_completed=len(completed),
+        num_failed=len(failures),
+        num_rejected=sum(record.rejected for record in ended),
+        first_error=next((record.error for record in [*failures, *records] if record.error is not None), None),
+        num_estimated=sum(record.token_source == "chunks" for record in completed),
+        sent_prompt_tokens=_mean([log.sent_prompt_tokens[record.index] for record in completed]),
+        mean_prompt_tokens=_mean([record.num_prompt_tokens for record in completed]),
+        asked_output_tokens=_mean([record.asked_output_tokens for record in completed]),
+        mean_output_tokens=_mean([record.num_output_tokens for record in completed]),
+        prefix_queries=seen.grown(lambda metrics: metrics.prefix_queries),
+        prefix_hits=seen.grown(lambda metrics: metrics.prefix_hits),
+        num_preemptions=seen.grown(lambda metrics: metrics.preemptions),
+        mean_in_flight=mean_in_flight,
+        littles_law_ratio=steady.littles_law_ratio(records, window, mean_in_flight=mean_in_flight),
+        send_slip_p95_ms=latency.percentile(slips_ms, 0.95).value,
+        loop_lag_p95_ms=latency.percentile(lags_ms, 0.95).value,
+        ttft_p95_ms=latency.percentile([1e3 * latency.ttft_s(record) for record in completed], 0.95).value,
+        itl_p50_ms=1e3 * latency.itl_percentile(records, window, 0.5).value,
+    )
+
+
+def _mean(values: Sequence[float], *, empty: float = _UNKNOWN) -> float:
+    return float(np.mean(values)) if values else empty
+
+
+def _mean_known(values: Sequence[int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _most(values: Sequence[Number | None]) -> Number | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,132 @@
+"""Whether a stage measured the engine, the load it names, and nothing else: each doubt is a sentence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tuner.measure.steady import LITTLE_TOLERANCE
+
+MIN_SUCCESS_RATE = 0.99
+MIN_OUTPUT_RATIO = 0.98
+MAX_PROMPT_DEVIATION = 0.05
+MAX_PREFIX_HIT_RATE = 0.01
+MIN_COMPLETED = 5
+
+MAX_SLIP_SHARE = 0.05
+"""Most of TTFT that may be the sender's own lateness, both at p95."""
+
+MIN_LAG_BOUND_MS = 5.0
+MAX_LAG_SHARE = 0.20
+"""The event loop may be late by a fifth of the median ITL or by 5 ms, the larger: a late loop stamps a token late, the
+next one then seems early, so lag blurs ITL by its own size; what is below 5 ms is the operating system's timer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What the judgement rests on. NaN: no sample; None: unknown."""
+
+    load: int
+    ended_by: Literal["precise", "time", "failures", "stalled"]
+    num_users_through: int
+    """Users whose first request had ended when the window began."""
+
+    trend: bool
+    """Whether one half of the window was clearly faster than the other."""
+
+    num_completed: int
+    num_failed: int
+    num_rejected: int
+    first_error: str | None
+    num_estimated: int
+    """Completed requests whose tokens were counted as one a chunk."""
+
+    sent_prompt_tokens: float
+    mean_prompt_tokens: float
+    asked_output_tokens: float
+    mean_output_tokens: float
+    prefix_queries: int | None
+    prefix_hits: int | None
+    num_preemptions: int | None
+    mean_in_flight: float
+    littles_law_ratio: float | None
+    send_slip_p95_ms: float
+    loop_lag_p95_ms: float
+    ttft_p95_ms: float
+    itl_p50_ms: float
+
+
+def invalid_reasons(seen: Evidence) -> tuple[str, ...]:
+    """Why the stage's figures are not to be used; empty for a valid stage."""
+    return (*_ending(seen), *_answers(seen), *_workload(seen), *_consistency(seen), *_client(seen))
+
+
+def _ending(seen: Evidence) -> Iterator[str]:
+    if seen.ended_by == "stalled":
+        yield "stalled: requests were in flight and no token arrived"
+    if seen.ended_by == "failures":
+        yield f"stopped early: too many of the latest requests failed, first with: {seen.first_error}"
+    if seen.num_users_through < seen.load:
+        yield (
+            f"not steady: when warm-up ended, {seen.num_users_through} of {seen.load} users "
+            "had seen the end of their first request"
+        )
+    if seen.trend:
+        yield "not steady: tokens came clearly faster in one half of the window than in the other"
+
+
+def _answers(seen: Evidence) -> Iterator[str]:
+    num_ended = seen.num_completed + seen.num_failed
+    if num_ended and seen.num_completed < MIN_SUCCESS_RATE * num_ended:
+        yield (
+            f"success rate {seen.num_completed / num_ended:.1%} ({seen.num_failed} of {num_ended} failed) is below "
+            f"{MIN_SUCCESS_RATE:.0%}; first failure: {seen.first_error}"
+        )
+    fewest = max(MIN_COMPLETED, seen.load // 2)
+    if seen.num_completed < fewest:
+        yield f"too few requests: {seen.num_completed} completed, {fewest} are needed at load {seen.load}"
+    if seen.num_estimated:
+        yield f"token counts are estimated: the server gave none for {seen.num_estimated} requests"
+
+
+def _workload(seen: Evidence) -> Iterator[str]:
+    if seen.mean_output_tokens < MIN_OUTPUT_RATIO * seen.asked_output_tokens:
+        yield (
+            f"short outputs: {seen.mean_output_tokens:.1f} tokens on average where {seen.asked_output_tokens:.1f} "
+            "were asked for"
+        )
+    if abs(seen.mean_prompt_tokens - seen.sent_prompt_tokens) > MAX_PROMPT_DEVIATION * seen.sent_prompt_tokens:
+        yield (
+            f"prompt length: the server counted {seen.mean_prompt_tokens:.1f} tokens on average where "
+            f"{seen.sent_prompt_tokens:.1f} were sent"
+        )
+    if seen.prefix_queries and seen.prefix_hits is not None and not seen.num_preemptions:
+        hit_rate = seen.prefix_hits / seen.prefix_queries
+        if hit_rate >= MAX_PREFIX_HIT_RATE:
+            yield f"warm cache: {hit_rate:.1%} of the prompt tokens were prefix-cache hits though no prompt repeats"
+
+
+def _consistency(seen: Evidence) -> Iterator[str]:
+    if not seen.num_rejected and abs(seen.load - seen.mean_in_flight) > LITTLE_TOLERANCE * seen.load:
+        yield f"load not held: {seen.mean_in_flight:.2f} requests in flight on average where {seen.load} were to be"
+    ratio = seen.littles_law_ratio
+    if ratio is not None and abs(1 - ratio) > LITTLE_TOLERANCE:
+        yield (
+            f"Little's law: throughput x latency is {ratio:.2f} of the {seen.mean_in_flight:.2f} requests in flight, "
+            f"more than {LITTLE_TOLERANCE:.0%} off"
+        )
+
+
+def _client(seen: Evidence) -> Iterator[str]:
+    if seen.send_slip_p95_ms > MAX_SLIP_SHARE * seen.ttft_p95_ms:
+        yield (
+            f"client bound: requests left {seen.send_slip_p95_ms:.2f} ms late (p95), above {MAX_SLIP_SHARE:.0%} of the "
+            f"p95 TTFT of {seen.ttft_p95_ms:.1f} ms"
+        )
+    bound_ms = max(MIN_LAG_BOUND_MS, MAX_LAG_SHARE * seen.itl_p50_ms)
+    if seen.loop_lag_p95_ms > bound_ms:
+        yield (
+            f"client bound: the load generator's event loop ran {seen.loop_lag_p95_ms:.1f} ms late (p95), "
+            f"above {bound_ms:.1f} ms"
+        )
