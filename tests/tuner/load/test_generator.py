@@ -1,0 +1,124 @@
+"""A closed loop holds its load, whatever the server does with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.fakes.server import Behaviour, StubEngine, running_stub
+from tuner.load.connection import Endpoint
+from tuner.load.generator import ClosedLoop, LoadLog
+from tuner.load.workload import PromptRequest, load_workload, requests
+
+TINY = load_workload({"input_len": {"kind": "fixed", "tokens": 5}, "output_len": {"kind": "fixed", "tokens": 3}})
+
+
+def prompts() -> Iterator[PromptRequest]:
+    """Requests of five tokens in, three out."""
+    return requests(TINY, token_ids=range(256), max_model_len=99, entropy=(0, 0, 0, 0))
+
+
+def loop_on(endpoint: Endpoint, load: int) -> ClosedLoop:
+    """A closed loop on a server."""
+    return ClosedLoop(endpoint=endpoint, model="m", load=load, prompts=prompts())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that must come; fail after twenty seconds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event to set
+            await asyncio.sleep(0.005)
+
+
+async def test_every_user_is_really_in_flight() -> None:
+    """A connection cap in the client (100 is common) measures the client."""
+    async with running_stub(Behaviour(hang_after=0)) as stub, loop_on(stub.endpoint, 256) as generator:
+        await until(lambda: stub.num_in_flight == 256)
+        assert generator.log.num_in_flight == 256
+
+
+async def test_a_user_sends_again_when_its_answer_has_ended_and_never_twice_the_same() -> None:
+    """The load is N at any time, on one kept-alive connection a user, with a prompt of its own for every request."""
+    async with running_stub(Behaviour()) as stub, loop_on(stub.endpoint, 3) as generator:
+        await until(lambda: len(generator.log.records) >= 30)
+        assert generator.num_users_through == 3
+        assert stub.peak_in_flight <= 3
+        assert len({tuple(body["prompt"]) for body in stub.bodies}) == stub.num_requests
+    records = generator.log.records
+    assert sorted(record.index for record in records) == list(range(len(records)))
+    assert all(record.sent_s >= record.intended_s for record in records)
+    assert sum(record.error is None and not record.unfinished for record in records) >= 30
+
+
+async def test_the_end_of_a_stage_drops_what_is_in_flight() -> None:
+    """Requests that nobody reads any more must leave the engine, or they burden the next stage."""
+    slow = Behaviour(itl_s=0.02, num_tokens=10_000)
+    async with running_stub(slow) as stub:
+        async with loop_on(stub.endpoint, 4) as generator:
+            await until(lambda: len(generator.log.event_times_s) >= 8)
+        await until(lambda: stub.num_in_flight == 0)
+        assert stub.num_dropped == 4
+    assert [record.unfinished for record in generator.log.records] == [True] * 4
+    assert all(record.num_output_tokens > 0 and record.error is None for record in generator.log.records)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        (Behaviour(status=503), "HTTP 503: stub says 503"),
+        (Behaviour(status=400), "HTTP 400: stub says 400"),
+        (Behaviour(error_after=2), "error in the stream: engine died"),
+        (Behaviour(cut_after=0), "the connection was lost before the response ended"),
+        (Behaviour(cut_after=2), "the connection was lost before the response ended"),
+    ],
+)
+async def test_failures_over_a_real_socket_are_failures(behaviour: Behaviour, reason: str) -> None:
+    """Each way in which a server fails is a record with its reason, and the user goes on."""
+    async with running_stub(behaviour) as stub, loop_on(stub.endpoint, 2) as generator:
+        await until(lambda: len(generator.log.records) >= 4)
+    ended = [record for record in generator.log.records if not record.unfinished]
+    assert {record.error for record in ended} == {reason}
+    assert all(record.rejected == (behaviour.status == 503) for record in ended)
+
+
+async def test_a_server_that_is_not_there_is_a_failure_and_not_hammered() -> None:
+    """Two hundred requests "done" at 800 a second because nothing listened is the classic wrong answer."""
+    async with running_stub(Behaviour()) as stub:
+        gone = stub.endpoint
+    async with loop_on(gone, 2) as generator:
+        await until(lambda: len(generator.log.records) >= 4)
+    assert all("no connection to 127.0.0.1" in (record.error or "") for record in generator.log.records)
+    assert len(generator.log.records) <= 6
+
+
+async def test_a_user_comes_back_after_a_failure() -> None:
+    """One dropped connection must not lower the load for the rest of a stage."""
+
+    def first_is_cut(ordinal: int) -> Behaviour:
+        return Behaviour(cut_after=1 if ordinal == 0 else None)
+
+    async with running_stub(first_is_cut) as stub, loop_on(stub.endpoint, 1) as generator:
+        await until(lambda: len(generator.log.records) >= 3)
+    assert [record.error is None for record in generator.log.records[:3]] == [False, True, True]
+
+
+def test_the_time_in_flight_is_integrated_over_the_window() -> None:
+    """The average of samples would miss what happens between them."""
+    log = LoadLog(in_flight_steps=[(0.0, 1), (1.0, 2), (2.0, 4), (4.0, 0)])
+    assert log.mean_in_flight(0.5, 4.5) == pytest.approx((0.5 * 1 + 1 * 2 + 2 * 4 + 0.5 * 0) / 4)
+    assert log.mean_in_flight(3.0, 3.5) == pytest.approx(4.0)
+
+
+async def test_a_blocked_event_loop_shows_in_the_lag() -> None:
+    """A generator that cannot tell when it was late would blame the engine."""
+    stub: StubEngine
+    async with running_stub(Behaviour()) as stub, loop_on(stub.endpoint, 1) as generator:
+        await until(lambda: len(generator.log.loop_lags) >= 1)
+        seen = len(generator.log.loop_lags)
+        until_s = generator.log.now_s() + 0.3
+        while generator.log.now_s() < until_s:
+            pass
+        await until(lambda: len(generator.log.loop_lags) > seen)
+    assert max(lag_s for _, lag_s in generator.log.loop_lags[seen:]) > 0.1
