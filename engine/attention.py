@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.reference import kv_write, paged_attention
+from kernels.reference import Gather, kv_write, paged_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,13 @@ class AttentionInputs:
     query_starts: Tensor
     """(R + 1,) int32: request r's tokens are rows [query_starts[r], query_starts[r + 1])."""
 
+    gathers: tuple[Gather, ...]
+    """The reference kernels' plan for those tables and lengths, the same for all layers."""
 
-def attend(query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, inputs: AttentionInputs, scale: float) -> Tensor:
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, inputs: AttentionInputs, scale: float
+) -> Tensor:
     """Write the step's keys and values into one layer's cache, then attend over it.
 
     Args:
@@ -39,5 +44,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, inputs: 
     key_cache, value_cache = kv_cache.unbind()
     kv_write(key, value, key_cache, value_cache, inputs.slots)
     return paged_attention(
-        query, key_cache, value_cache, inputs.block_tables, inputs.context_lens, inputs.query_starts, scale
+        query,
+        key_cache,
+        value_cache,
+        inputs.block_tables,
+        inputs.context_lens,
+        inputs.query_starts,
+        scale,
+        inputs.gathers,
     )

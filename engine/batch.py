@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.attention import AttentionInputs
 from engine.step import ScheduledRequest, StepPlan
+from kernels.reference import plan_gathers
 
 
 class StagedBuffer:
@@ -34,7 +35,11 @@ class StagedBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One step as tensors; T tokens in the plan's order. Valid until the next `fill` of its buffers."""
+    """One step as tensors, T tokens. Valid until the next `fill` of its buffers.
+
+    Requests come sorted by what they compute and then by their context, so that attention pads little; within a
+    request the tokens are in order.
+    """
 
     token_ids: Tensor
     """(T,) int64."""
@@ -60,9 +65,11 @@ class BatchBuffers:
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._block_size = block_size
+        self._dtype = dtype
         tokens, columns = (max_num_batched_tokens,), -(-max_model_len // block_size)
         self._token_ids = StagedBuffer(tokens, torch.int64, device)
         self._positions = StagedBuffer(tokens, torch.int64, device)
@@ -79,7 +86,7 @@ class BatchBuffers:
 
     def fill(self, plan: StepPlan) -> Batch:
         """Lay a plan out as tensors; the previous batch's are overwritten."""
-        scheduled = plan.scheduled
+        scheduled = sorted(plan.scheduled, key=lambda item: (len(item.token_ids), item.start))
         num_requests, num_tokens = len(scheduled), plan.num_scheduled_tokens
         lens = np.fromiter((len(item.token_ids) for item in scheduled), np.int64, num_requests)
         starts = np.fromiter((item.start for item in scheduled), np.int64, num_requests)
@@ -100,14 +107,23 @@ class BatchBuffers:
         return Batch(
             token_ids=self._token_ids.send(num_tokens),
             positions=self._positions.send(num_tokens),
-            attention=AttentionInputs(
-                slots=self._slots.send(num_tokens),
-                block_tables=self._block_tables.send(num_requests, columns),
-                context_lens=self._context_lens.send(num_requests),
-                query_starts=self._query_starts.send(num_requests + 1),
-            ),
+            attention=self._attention_inputs(num_tokens, num_requests, columns),
             sampled_rows=self._sampled_rows.send(len(sampling)),
             sampled=tuple(scheduled[index] for index in sampling),
+        )
+
+    def _attention_inputs(self, num_tokens: int, num_requests: int, columns: int) -> AttentionInputs:
+        block_tables = self._block_tables.send(num_requests, columns)
+        context_lens = self._context_lens.send(num_requests)
+        query_starts = self._query_starts.send(num_requests + 1)
+        return AttentionInputs(
+            slots=self._slots.send(num_tokens),
+            block_tables=block_tables,
+            context_lens=context_lens,
+            query_starts=query_starts,
+            gathers=plan_gathers(
+                block_tables, context_lens, query_starts, block_size=self._block_size, dtype=self._dtype
+            ),
         )
 
     def _fill_block_tables(self, scheduled: Sequence[ScheduledRequest]) -> int:

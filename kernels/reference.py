@@ -10,11 +10,13 @@ whatever the inputs' dtype; results come back in the inputs' dtype. Shapes use t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-DECODE_GROUP_TOKENS = 4096
+DECODE_GROUP_TOKENS = 1024
 """Most context tokens gathered at once for decodes: larger copies fall out of a core's cache. Unit: tokens."""
 
 
@@ -41,11 +43,11 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: (T, heads, D), queries and keys alike.
-        cos: (T, 1, D / 2) float32, of `position x inverse_frequency`.
-        sin: (T, 1, D / 2) float32.
+        cos: (T, 1, D) float32, of `position x inverse_frequency`, the D / 2 values twice.
+        sin: (T, 1, D) float32, likewise, the first half negated.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    wide = x.float()
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -66,6 +68,66 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     value_cache.flatten(0, 1).index_copy_(0, slots, value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """A part of a step's attention that is computed at once: one request's chunk, or a run of decodes."""
+
+    queries: slice
+    """The part's rows of the step's T tokens."""
+
+    slots: Tensor
+    """(requests, L) int64: where each position's key and value are; past its context a request repeats its last."""
+
+    mask: Tensor | None
+    """Added to the scores: 0 or -inf. (n, L) for a chunk of n tokens, (requests, 1, 1, L) for decodes.
+
+    None where plain causal masking (chunk) or no masking (decodes) is right."""
+
+    is_chunk: bool
+
+
+def plan_gathers(
+    block_tables: Tensor, context_lens: Tensor, query_starts: Tensor, *, block_size: int, dtype: torch.dtype
+) -> tuple[Gather, ...]:
+    """Cut a step into gathers; every layer uses the same. Arguments as of `paged_attention`; `dtype` is the query's.
+
+    Decodes that follow each other share a gather while it pads to at most `DECODE_GROUP_TOKENS`: it is cheapest
+    where they come sorted by context length.
+    """
+    starts: list[int] = query_starts.tolist()
+    contexts: list[int] = context_lens.tolist()
+    gathers = []
+    first = 0
+    while first < len(contexts):
+        is_chunk = starts[first + 1] - starts[first] > 1
+        last, longest = first + 1, contexts[first]
+        while not is_chunk and last < len(contexts) and starts[last + 1] - starts[last] == 1:
+            padded = max(longest, contexts[last])
+            if padded * (last + 1 - first) > DECODE_GROUP_TOKENS:
+                break
+            last, longest = last + 1, padded
+        lens = context_lens[first:last].unsqueeze(1)
+        positions = torch.arange(longest, device=lens.device)
+        inside = torch.minimum(positions, lens - 1)
+        blocks = block_tables[first:last].gather(1, inside // block_size)
+        queries = slice(starts[first], starts[last])
+        num_queries = queries.stop - queries.start
+        mask = None
+        if is_chunk and longest > num_queries:
+            seen = torch.ones(num_queries, longest, dtype=torch.bool, device=lens.device).tril_(longest - num_queries)
+            mask = _additive(seen, dtype)
+        elif not is_chunk and min(contexts[first:last]) < longest:
+            mask = _additive((positions < lens)[:, None, None, :], dtype)
+        slots = blocks * block_size + inside % block_size
+        gathers.append(Gather(queries=queries, slots=slots, mask=mask, is_chunk=is_chunk))
+        first = last
+    return tuple(gathers)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -74,6 +136,7 @@ def paged_attention(
     context_lens: Tensor,
     query_starts: Tensor,
     scale: float,
+    gathers: tuple[Gather, ...] | None = None,
 ) -> Tensor:
     """Causal attention of every request's new tokens over its whole context, chunked prefill and decode mixed.
 
@@ -89,50 +152,20 @@ def paged_attention(
         context_lens: (R,) int32, tokens computed before plus those of this step; none is 0.
         query_starts: (R + 1,) int32.
         scale: usually `D ** -0.5`.
+        gathers: `plan_gathers` of the three before, where the caller keeps it for all layers.
 
     Returns:
         (T, Q, D).
     """
-    out = torch.empty_like(query)
-    starts: list[int] = query_starts.tolist()
-    contexts: list[int] = context_lens.tolist()
-    decodes: list[int] = []
-    for request, (start, stop, context) in enumerate(zip(starts, starts[1:], contexts, strict=False)):
-        if stop - start == 1:
-            decodes.append(request)
-            continue
-        slots = _slots(block_tables[request : request + 1], context_lens[request : request + 1], context, key_cache)
-        key, value = _gather(key_cache, slots), _gather(value_cache, slots)
-        out[start:stop] = _attend_chunk(query[start:stop], key, value, scale)
-    for group in _groups_of_like_length(decodes, contexts):
-        rows = torch.tensor(group, device=query.device)
-        tokens = query_starts.index_select(0, rows)
-        lens = context_lens.index_select(0, rows)
-        longest = contexts[group[0]]
-        slots = _slots(block_tables.index_select(0, rows), lens, longest, key_cache)
-        key, value = _gather(key_cache, slots), _gather(value_cache, slots)
-        out[tokens] = _attend_decodes(query.index_select(0, tokens), key, value, lens, scale)
-    return out
-
-
-def _groups_of_like_length(requests: list[int], contexts: list[int]) -> list[list[int]]:
-    """Longest first, cut into groups that pad to at most `DECODE_GROUP_TOKENS`, one request at the least."""
-    ordered = sorted(requests, key=contexts.__getitem__, reverse=True)
-    groups = []
-    while ordered:
-        size = max(1, DECODE_GROUP_TOKENS // contexts[ordered[0]])
-        groups.append(ordered[:size])
-        ordered = ordered[size:]
-    return groups
-
-
-def _slots(block_tables: Tensor, context_lens: Tensor, longest: int, cache: Tensor) -> Tensor:
-    """Slot of each position, (R, longest) int64; past its context a request repeats its last position."""
-    block_size = cache.shape[1]
-    positions = torch.arange(longest, device=cache.device)
-    positions = torch.minimum(positions, context_lens.unsqueeze(1) - 1)
-    blocks = block_tables.gather(1, positions // block_size)
-    return blocks * block_size + positions % block_size
+    if gathers is None:
+        block_size = key_cache.shape[1]
+        gathers = plan_gathers(block_tables, context_lens, query_starts, block_size=block_size, dtype=query.dtype)
+    parts = []
+    for gather in gathers:
+        key, value = _gather(key_cache, gather.slots), _gather(value_cache, gather.slots)
+        attend = _attend_chunk if gather.is_chunk else _attend_decodes
+        parts.append(attend(query[gather.queries], key, value, gather.mask, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
@@ -141,25 +174,18 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2)
 
 
-def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """One request's chunk: query (n, Q, D) over key and value (1, K, context, D)."""
-    length, context = query.shape[0], key.shape[2]
-    causal = context == length
-    mask = None
-    if not causal:
-        mask = torch.ones(length, context, dtype=torch.bool, device=query.device).tril_(context - length)
-    out = F.scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0), key, value, mask, is_causal=causal, scale=scale, enable_gqa=True
-    )
+def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One request's chunk: query (n, Q, D) over key and value (1, K, L, D)."""
+    query = query.transpose(0, 1).unsqueeze(0)
+    out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
-def _attend_decodes(query: Tensor, key: Tensor, value: Tensor, context_lens: Tensor, scale: float) -> Tensor:
-    """One query a request, (R, Q, D), over padded key and value (R, K, L, D); heads of a group share one read."""
+def _attend_decodes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One query a request, (R, Q, D), over key and value (R, K, L, D); the heads that share a key are its queries."""
     requests, _, head_dim = query.shape
-    grouped = query.view(requests, key.shape[1], -1, head_dim)
-    inside = torch.arange(key.shape[2], device=query.device) < context_lens.unsqueeze(1)
-    out = F.scaled_dot_product_attention(grouped, key, value, inside[:, None, None, :], scale=scale)
+    grouped = query.reshape(requests, key.shape[1], -1, head_dim)
+    out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scale)
     return out.reshape(requests, -1, head_dim)
 
 

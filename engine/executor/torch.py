@@ -61,6 +61,7 @@ class TorchExecutor:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
             block_size=config.block_size,
+            dtype=_DTYPES[dtype],
             device=self._device,
         )
         budget = self._measure(config, memory, requested, max_model_len)
@@ -110,9 +111,7 @@ class TorchExecutor:
         cache = like.new_empty(layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
         return cache.zero_()
 
-    def _measure(
-        self, config: EngineConfig, memory: DeviceMemory, requested: int, max_model_len: int
-    ) -> MemoryBudget:
+    def _measure(self, config: EngineConfig, memory: DeviceMemory, requested: int, max_model_len: int) -> MemoryBudget:
         """Run the largest steps and account for every byte.
 
         One layer is enough: layers have equal shapes, and what one computes is released before the next.

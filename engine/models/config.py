@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,14 @@ class _Family:
     eos_token_id: int | None = None
 
 
-_QWEN = {"vocab_size": 151936, "max_position_embeddings": 32768, "intermediate_size": 22016, "num_kv_heads": 32}
+_QWEN2 = _Family(
+    vocab_size=151936,
+    max_position_embeddings=32768,
+    intermediate_size=22016,
+    num_kv_heads=32,
+    head_dim=None,
+    has_qkv_bias=True,
+)
 _FAMILIES = {
     "LlamaForCausalLM": _Family(
         vocab_size=32000,
@@ -79,8 +86,8 @@ _FAMILIES = {
         head_dim=None,
         eos_token_id=2,
     ),
-    "Qwen2ForCausalLM": _Family(**_QWEN, head_dim=None, has_qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(**_QWEN, head_dim=128, has_qk_norm=True),
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": replace(_QWEN2, head_dim=128, has_qkv_bias=False, has_qk_norm=True),
 }
 
 
@@ -139,7 +146,9 @@ def _refuse_unsupported(raw: Json, path: Path) -> None:
     """Refuse what would silently compute something else."""
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"{path}: weights quantised with {method} are not supported; use float32, bfloat16 or float16")
+        raise ConfigError(
+            f"{path}: weights quantised with {method} are not supported; use float32, bfloat16 or float16"
+        )
     required = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
     for key, only in required.items():
         if raw.get(key, only) != only:

@@ -36,13 +36,12 @@ def model_folder(model: str) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError) as error:
+    except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
         raise ConfigError(
             f"model={hub_id!r} is no folder here (tried {Path(hub_id).absolute()}), and the Hugging Face hub "
             f"did not give it: {error}"

@@ -39,7 +39,8 @@ class Decoder:
             (T, hidden size).
         """
         angles = (positions.unsqueeze(1) * self._inverse_frequencies).unsqueeze(1)
-        rotation = angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        rotation = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         eps = self.config.rms_norm_eps
         residual = F.embedding(token_ids, self.weights.embedding)
         hidden = torch.zeros_like(residual)
@@ -61,11 +62,11 @@ class Decoder:
         config = self.config
         num_tokens, head_dim = hidden.shape[0], config.head_dim
         packed = F.linear(hidden, layer.qkv, layer.qkv_bias).view(num_tokens, -1, head_dim)
-        query_key, value = packed.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
+        query_key, value = packed.tensor_split([config.num_heads + config.num_kv_heads], dim=1)
         if layer.qk_norm is not None:
             query_key = rms_norm(query_key, layer.qk_norm, config.rms_norm_eps)
         query_key = rotary_embedding(query_key, *rotation)
-        query, key = query_key.split([config.num_heads, config.num_kv_heads], dim=1)
+        query, key = query_key.tensor_split([config.num_heads], dim=1)
         out = attend(query, key, value, kv_cache, inputs, self._scale)
         return F.linear(out.reshape(num_tokens, -1), layer.output)
 

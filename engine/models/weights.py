@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ Source = Callable[[str, tuple[int, ...]], Tensor]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SHARPENED = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
+_SHARPENED_GAIN = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +149,17 @@ def dummy(seed: int) -> Source:
     """Make weights up: the same for the same seed, on every device.
 
     Matrices are normal with variance 1 / columns, which keeps each layer's output at the scale of its input, so
-    that the layers and not the token's own embedding decide what comes next, and outputs are varied.
+    that the layers and not the token's own embedding decide what comes next. Queries and keys are larger, which
+    sharpens attention: with an even average over the context, greedy output soon repeats one token for ever.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def make(name: str, shape: tuple[int, ...]) -> Tensor:
+        gain = _SHARPENED_GAIN if name.endswith(_SHARPENED) else 1.0
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.full(shape, gain)
         if name.endswith(".bias"):
             return torch.zeros(shape)
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator) * (gain / math.sqrt(shape[-1]))
 
     return make
