@@ -1,0 +1,28 @@
+"""The measured stages charts are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tuner.records import EngineConfig, Measured, StageKind, StageRecord, TrialRecord, TrialRole
+
+CLIMB = (StageKind.LADDER, StageKind.BISECT)
+"""Stages that say where the knee is."""
+
+
+def config_text(config: EngineConfig) -> str:
+    """The three tuned parameters in one line."""
+    return (
+        f"{config.max_num_seqs} sequences, budget {config.max_num_batched_tokens}, "
+        f"share {config.gpu_memory_utilization:g}"
+    )
+
+
+def study_stages(trials: Iterable[TrialRecord]) -> list[tuple[TrialRecord, StageRecord]]:
+    """Each stage of the study's measured trials with its trial; confirmations are not among them."""
+    return [
+        (trial, stage)
+        for trial in trials
+        if trial.role is TrialRole.STUDY and isinstance(trial.outcome, Measured)
+        for stage in trial.outcome.stages
+    ]

@@ -1,0 +1,102 @@
+"""The report: one HTML file that says the answer, shows why, and opens without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+import plotly.graph_objects as go
+import plotly.offline
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from reports.figures.burst import burst_figure, burst_info
+from reports.figures.compare import compare_figure, compare_info
+from reports.figures.knee import knee_figure, knee_info
+from reports.figures.ladders import ladders_figure, ladders_info
+from reports.figures.pareto import pareto_figure, pareto_info
+from reports.view import page
+from tuner.records import KneeFinding, Recommendation, TrialRecord
+
+
+def write_report(
+    path: Path,
+    recommendation: Recommendation,
+    trials: Sequence[TrialRecord],
+    *,
+    title: str,
+    knees: Mapping[int, KneeFinding] | None = None,
+) -> None:
+    """Write the report of a run, whatever its verdict, to `path`.
+
+    Args:
+        trials: the study's and the confirmations'.
+        title: the job's name.
+        knees: the finding of each trial's own ladder, by number, for the trial table; the answer's own is known.
+    """
+    path.write_text(render(recommendation, trials, title=title, knees=knees), encoding="utf-8")
+
+
+def render(
+    recommendation: Recommendation,
+    trials: Sequence[TrialRecord],
+    *,
+    title: str,
+    knees: Mapping[int, KneeFinding] | None = None,
+) -> str:
+    """The report's HTML; see `write_report`."""
+    source = (files("reports") / "report.html.j2").read_text(encoding="utf-8")
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(source)
+    charts = {name: _embedded(chart, name) for name, chart in charts_of(recommendation, trials).items()}
+    return template.render(
+        title=title,
+        page=page(recommendation, trials, knees=knees or {}),
+        charts=charts,
+        # Plotly's own source: a closing script tag in it would already break every page that inlines it.
+        plotly_js=Markup(plotly.offline.get_plotlyjs()),  # noqa: S704
+    )
+
+
+class Chart(NamedTuple):
+    """A figure and the finding it shows, which stands above it as text and so wraps on a phone."""
+
+    title: str
+    figure: go.Figure
+
+
+class EmbeddedChart(NamedTuple):
+    """A chart as it goes into the page."""
+
+    title: str
+    html: Markup
+
+
+def charts_of(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> dict[str, Chart]:
+    """Every chart this run has the figures for: some of `knee`, `compare`, `pareto`, `burst`, `ladders`."""
+    found: dict[str, Chart] = {}
+    if (knee := knee_info(recommendation, trials)) is not None:
+        found["knee"] = Chart(knee.title, knee_figure(knee))
+    if (compare := compare_info(recommendation, trials)) is not None:
+        found["compare"] = Chart(compare.title, compare_figure(compare))
+    if (pareto := pareto_info(recommendation, trials)) is not None:
+        found["pareto"] = Chart(pareto.title, pareto_figure(pareto))
+    if (burst := burst_info(recommendation)) is not None:
+        found["burst"] = Chart(burst.title, burst_figure(burst))
+    if (ladders := ladders_info(recommendation, trials)) is not None:
+        found["ladders"] = Chart(ladders.title, ladders_figure(ladders))
+    return found
+
+
+def _embedded(chart: Chart, name: str) -> EmbeddedChart:
+    untitled = chart.figure.update_layout(title=None, margin_t=30)
+    html = untitled.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        div_id=f"chart-{name}",
+        config={"displaylogo": False, "responsive": True, "displayModeBar": False},
+    )
+    return EmbeddedChart(chart.title, Markup(html))  # noqa: S704 - plotly escapes <, > and / in its JSON

@@ -1,0 +1,182 @@
+"""The exported config files, read back as the engines read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import EngineConfig as ServedConfig
+from tests.fakes.records import MIB, FakeRun, protective_profile, provenance, resolved_run, unresolved_run
+from tuner.export.context import ExportContext, ExportRefusedError, flag
+from tuner.export.engine_yaml import engine_yaml
+from tuner.export.vllm_yaml import vllm_yaml
+from tuner.records import Profile, RunVerdict
+
+EXPORTS = [engine_yaml, vllm_yaml]
+
+
+def production_context(run: FakeRun | None = None, **changes: Any) -> ExportContext:
+    """Production of the usual run; `changes` are to its engine config."""
+    recommendation = (run or resolved_run()).recommendation
+    assert recommendation.production is not None
+    config = recommendation.production.config.model_copy(update=changes)
+    return ExportContext(
+        profile=recommendation.production.model_copy(update={"config": config}),
+        recommendation=recommendation,
+        run="chat-short",
+        model="/models/qwen3",
+        max_model_len=2048,
+        device_memory_bytes=2048 * MIB,
+        served_model_name="qwen3",
+    )
+
+
+def flags_of_an_old_loader(text: str) -> list[str]:
+    """What a loader makes of the file that turns true into a bare flag and drops false."""
+    flags: list[str] = []
+    for key, value in yaml.safe_load(text).items():
+        if value is True:
+            flags.append(f"--{key}")
+        elif value is not False:
+            flags += [f"--{key}", str(value)]
+    return flags
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_the_chosen_values_come_back(export: Callable[[ExportContext], str]) -> None:
+    """An engine started from the file runs with the three values that were measured."""
+    keys = yaml.safe_load(export(production_context()))
+
+    assert (keys["max-num-seqs"], keys["max-num-batched-tokens"], keys["gpu-memory-utilization"]) == (20, 1024, 0.7)
+    assert (keys["model"], keys["served-model-name"], keys["max-model-len"]) == ("/models/qwen3", "qwen3", 2048)
+
+
+def test_the_engine_accepts_every_key() -> None:
+    """The built-in engine knows each key of its file, and takes the config."""
+    keys = yaml.safe_load(engine_yaml(production_context()))
+    fields: dict[str, Any] = {}
+    for key, value in keys.items():
+        name = key.removeprefix("no-").replace("-", "_")
+        fields["device_memory_bytes" if name == "device_memory" else name] = not key.startswith("no-") and value
+
+    config = ServedConfig(**fields)
+
+    assert config.device_memory_bytes == 2048 * MIB
+    assert config.enable_chunked_prefill
+    assert not config.enable_prefix_caching
+
+
+def test_vllm_gets_every_key_whose_default_moves() -> None:
+    """The same file means the same on another card or release."""
+    keys = yaml.safe_load(vllm_yaml(production_context()))
+
+    required = {"max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "max-model-len", "dtype"}
+    assert required | {"enable-chunked-prefill", "no-enable-prefix-caching", "tensor-parallel-size"} <= keys.keys()
+    assert "device-memory" not in keys
+    assert None not in keys.values()
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_off_stays_off_in_a_loader_that_drops_false(export: Callable[[ExportContext], str]) -> None:
+    """A feature that was off when measured is off when deployed, whatever the loader does with false."""
+    text = export(production_context(enable_chunked_prefill=False, max_num_batched_tokens=2048))
+
+    flags = flags_of_an_old_loader(text)
+
+    assert "--no-enable-prefix-caching" in flags
+    assert "--no-enable-chunked-prefill" in flags
+    assert False not in yaml.safe_load(text).values()
+
+
+def test_on_off_and_unset_differ() -> None:
+    """Unset leaves the engine its default; it is neither on nor off."""
+    assert flag("enable-x", on=True) == {"enable-x": True}
+    assert flag("enable-x", on=False) == {"no-enable-x": True}
+    assert flag("enable-x", on=None) == {}
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_sizes_are_plain_integers(export: Callable[[ExportContext], str]) -> None:
+    """No release's idea of `16k` can change a value."""
+    text = export(production_context(max_num_batched_tokens=16384, max_model_len=131072))
+
+    assert "max-num-batched-tokens: 16384\n" in text
+    assert "max-model-len: 131072\n" in text
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+@pytest.mark.parametrize("verdict", [verdict for verdict in RunVerdict if verdict is not RunVerdict.RESOLVED])
+def test_no_production_without_a_resolved_verdict(export: Callable[[ExportContext], str], verdict: RunVerdict) -> None:
+    """A config that no knee backs does not get deployed as production; protective may still leave the run."""
+    unresolved = unresolved_run(verdict).recommendation
+    usual = production_context()
+
+    def of(profile: Profile) -> ExportContext:
+        return ExportContext(profile=profile, recommendation=unresolved, run="x", model="m", max_model_len=2048)
+
+    with pytest.raises(ExportRefusedError, match=f"`{verdict}`"):
+        export(of(usual.profile))
+    assert yaml.safe_load(export(of(protective_profile())))["max-num-seqs"] == 12
+
+
+def test_the_header_says_what_was_not_measured_on_vllm() -> None:
+    """Nobody takes a figure of the built-in engine for one of vLLM; vLLM's own carry no such note."""
+    run = resolved_run()
+    on_vllm = run.recommendation.provenance.model_copy(update={"engine": "vllm", "engine_version": "0.32.0"})
+    vllm_run = FakeRun(run.recommendation.model_copy(update={"provenance": on_vllm}), run.trials)
+
+    assert "# NOTE: measured on the built-in engine, not on vLLM" in vllm_yaml(production_context())
+    assert "NOTE" not in engine_yaml(production_context())
+    assert "NOTE" not in vllm_yaml(production_context(vllm_run))
+    assert "measured on vLLM, not on the built-in engine" in engine_yaml(production_context(vllm_run))
+
+
+def test_the_header_carries_the_evidence() -> None:
+    """Whoever finds the file later can judge it: knee, operating point, hardware, date, how to start."""
+    header = engine_yaml(production_context()).split("\n\n")[0]
+
+    assert all(line.startswith("#") for line in header.splitlines())
+    for part in (
+        "production profile of the run chat-short",
+        "resolved",
+        "22 concurrent requests (20 to 25)",
+        "340 tok/s",
+    ):
+        assert part in header
+    for part in ("2 cores, 8 GiB RAM", "2026-11-29", "python -m engine serve --config FILE"):
+        assert part in header
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_text_from_outside_cannot_leave_the_header(export: Callable[[ExportContext], str]) -> None:
+    """A reason with line breaks or control characters must not become a key, nor make the file unreadable."""
+    run = resolved_run()
+    reason = "bend\nmax-num-seqs: 9999\r\u2028served-model-name: x\x00\x1b"
+    hostile = run.recommendation.model_copy(update={"reason": reason})
+    context = production_context(FakeRun(hostile, run.trials))
+
+    assert yaml.safe_load(export(context)) == yaml.safe_load(export(production_context()))
+
+
+def test_simulated_and_unproven_are_said() -> None:
+    """Made-up step times, or a burst that was not held, are on the file itself."""
+    run = resolved_run()
+    simulated = run.recommendation.model_copy(update={"provenance": provenance(simulated=True)})
+    context = ExportContext(
+        profile=protective_profile(passed=False), recommendation=simulated, run="x", model="m", max_model_len=2048
+    )
+
+    text = engine_yaml(context)
+
+    assert "simulated" in text
+    assert "did not pass its burst: 31 preemptions" in text
+
+
+def test_the_built_in_engine_refuses_more_than_one_device() -> None:
+    """A value the engine cannot honour is not dropped in silence."""
+    with pytest.raises(ExportRefusedError, match="tensor_parallel_size=2"):
+        engine_yaml(production_context(tensor_parallel_size=2))
+    assert yaml.safe_load(vllm_yaml(production_context(tensor_parallel_size=2)))["tensor-parallel-size"] == 2

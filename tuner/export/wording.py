@@ -1,0 +1,78 @@
+"""Figures in words: every one with its unit, its interval where it has one, and `unknown` where it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tuner.records import Estimate
+
+UNKNOWN = "unknown"
+
+
+def number(value: float) -> str:
+    """Three significant digits, whole above 1000, no exponent: 0.123, 12.3, 412, 10,240."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return f"{value:.3f}" if "e" in text else text
+
+
+def latency(value_ms: float) -> str:
+    """Milliseconds below a second, seconds from there on."""
+    return f"{number(value_ms)} ms" if value_ms < 1000 else f"{number(value_ms / 1000)} s"
+
+
+def throughput(value: float) -> str:
+    """Output tokens per second."""
+    return f"{number(value)} tok/s"
+
+
+def memory(value_bytes: int | None) -> str:
+    """MiB below a GiB, GiB from there on."""
+    if value_bytes is None:
+        return UNKNOWN
+    mib = value_bytes / 2**20
+    return f"{number(mib)} MiB" if mib < 1024 else f"{number(mib / 1024)} GiB"
+
+
+def share(value: float | None) -> str:
+    """A part of one as a percentage."""
+    return UNKNOWN if value is None else f"{number(100 * value)} %"
+
+
+def count(value: int | None) -> str:
+    """A count; a missing one is unknown, not 0."""
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def duration(value_s: float) -> str:
+    """Seconds below two minutes, minutes and seconds from there on."""
+    if value_s < 120:
+        return f"{number(value_s)} s"
+    minutes, seconds = divmod(round(value_s), 60)
+    return f"{minutes} min {seconds:02d} s"
+
+
+def interval(estimate: Estimate, words: Callable[[float], str]) -> str:
+    """The 95 % interval, or how few samples there were."""
+    if estimate.low is None or estimate.high is None:
+        return f"too few samples: {estimate.num_samples}"
+    return f"{words(estimate.low)} to {words(estimate.high)}"
+
+
+def estimated(estimate: Estimate, words: Callable[[float], str]) -> str:
+    """The figure with its interval: `412 tok/s (398 tok/s to 426 tok/s)`."""
+    return f"{words(estimate.value)} ({interval(estimate, words)})"
+
+
+def gain(ratio: Estimate) -> str:
+    """What production is worth beside the defaults, no more than its interval allows to say."""
+    value, low, high = (None if x is None else f"{100 * (x - 1):+.1f} %" for x in (ratio.value, ratio.low, ratio.high))
+    if ratio.low is None or ratio.high is None:
+        return f"{value} output throughput beside the defaults, but too few samples to tell it from no gain"
+    within = f"95 % interval {low} to {high}"
+    if ratio.low > 1:
+        return f"{value} output throughput over the defaults ({within})"
+    if ratio.high < 1:
+        return f"Slower than the defaults: {value} output throughput ({within})"
+    return f"No difference from the defaults beyond noise: {value} output throughput ({within})"
