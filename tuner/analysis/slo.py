@@ -1,0 +1,104 @@
+"""The SLO: derived where none was given, judged on a stage, and the operating point that stands inside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tuner.records import Estimate, KneeFinding, LadderVerdict, Record, Slo, StageKind, StageRecord
+
+ITL_OVER_UNLOADED = 5.0
+"""Derived limit of p95 ITL over the unloaded engine's median (Sarathi-Serve's strict SLO)."""
+
+TTFT_OVER_UNLOADED = 10.0
+UNPROVEN = 0.05
+"""Violation of a p95 that holds by value but came from too few samples to have an interval."""
+
+UNKNOWN = 10.0
+"""Violation of a figure that is not known: it fails closed."""
+
+_LADDER_KINDS = (StageKind.LADDER, StageKind.BISECT)
+
+
+class Margins(Record):
+    """Headroom that an operating point must keep."""
+
+    kv_cache_usage_peak: float = 0.95
+    """Most of the KV cache that may be seen in use, 0 to 1."""
+
+
+DEFAULT_MARGINS = Margins()
+
+
+def derive_slo(stages: Sequence[StageRecord]) -> Slo:
+    """Limits from the unloaded engine: the valid ladder stage of lowest load, which is load 1 unless that was invalid.
+
+    Raises:
+        ValueError: where no valid ladder stage has both medians.
+    """
+    usable = [
+        stage
+        for stage in stages
+        if stage.valid and stage.kind in _LADDER_KINDS and _known(stage.itl_p50_ms) and _known(stage.ttft_p50_ms)
+    ]
+    if not usable:
+        raise ValueError("no valid ladder stage has a median TTFT and ITL to derive an SLO from: give the limits")
+    unloaded = min(usable, key=lambda stage: (stage.load, stage.index))
+    return Slo(
+        ttft_p95_ms=TTFT_OVER_UNLOADED * unloaded.ttft_p50_ms.value,
+        itl_p95_ms=ITL_OVER_UNLOADED * unloaded.itl_p50_ms.value,
+        derived=True,
+    )
+
+
+def violations(stage: StageRecord, slo: Slo) -> dict[str, float]:
+    """How far each p95 is over its limit, as the log of their ratio: 0 or less is inside.
+
+    A p95 without an interval came from too few samples: nobody ranks on it, so it is at least `UNPROVEN` over.
+    """
+    return {
+        "ttft_p95": _violation(stage.ttft_p95_ms, slo.ttft_p95_ms),
+        "itl_p95": _violation(stage.itl_p95_ms, slo.itl_p95_ms),
+    }
+
+
+def complies(stage: StageRecord, slo: Slo) -> bool:
+    """Whether both p95s are known, proven and inside."""
+    return max(violations(stage, slo).values()) <= 0
+
+
+def keeps_margins(stage: StageRecord, margins: Margins = DEFAULT_MARGINS) -> bool:
+    """Whether nothing was preempted and the KV cache kept its headroom; what is unknown fails."""
+    usage = stage.kv_cache_usage_peak
+    return stage.num_preemptions == 0 and usage is not None and usage <= margins.kv_cache_usage_peak
+
+
+def operating_point(
+    stages: Sequence[StageRecord], knee: KneeFinding, slo: Slo, margins: Margins = DEFAULT_MARGINS
+) -> StageRecord | None:
+    """The stage of highest throughput left of the knee, inside the SLO and the margins; None where there is none.
+
+    Left of a knee means strictly left. A fence is a limit we set, so it is safe to stand at it: without a knee every
+    unfenced stage may be it, except on a ladder that is saturated from its first stage, where only that one may.
+    """
+    ladder = [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in _LADDER_KINDS]
+    if not ladder:
+        return None
+    if knee.verdict is LadderVerdict.ALREADY_SATURATED:
+        first = min(stage.load for stage in ladder)
+        ladder = [stage for stage in ladder if stage.load == first]
+    limit = knee.load if knee.verdict is LadderVerdict.KNEE and knee.load is not None else math.inf
+    fit = [stage for stage in ladder if stage.load < limit and keeps_margins(stage, margins) and complies(stage, slo)]
+    fit = [stage for stage in fit if math.isfinite(stage.output_throughput.value)]
+    return max(fit, key=lambda stage: (stage.output_throughput.value, -stage.load), default=None)
+
+
+def _violation(measured: Estimate, limit: float) -> float:
+    if not _known(measured):
+        return UNKNOWN
+    amount = math.log(measured.value / limit)
+    return amount if measured.has_interval else max(amount, UNPROVEN)
+
+
+def _known(estimate: Estimate) -> bool:
+    return estimate.num_samples > 0 and math.isfinite(estimate.value) and estimate.value > 0
