@@ -21,17 +21,27 @@ _SIZE_HELP = "plain, or 16k (16,000), or 16K (16,384)"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, check, serve; returns the exit code. What can be refused without a model is refused at once."""
-    given = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    parser, serve_parser = build_parsers()
     try:
-        args = parser.parse_args(given)
-        if args.config is not None:
-            args = parser.parse_args(["serve", *flags_of_file(args.config, serve_parser), *given[1:]])
+        args = parse_arguments(sys.argv[1:] if argv is None else argv)
         config = engine_config(args)
     except ConfigError as error:
         return report_start_failure(CoreFailed("invalid_config", str(error)))
     return serve(config, host=args.host, port=args.port)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line's flags, over those of the file that `--config` names.
+
+    Raises:
+        ConfigError: for a mistake in the file; argparse ends the process for one on the command line.
+    """
+    parser, serve_parser = build_parsers()
+    args = parser.parse_args(argv)
+    if args.config is None:
+        return args
+    command, *given = argv
+    return parser.parse_args([command, *flags_of_file(args.config, serve_parser), *given])
 
 
 def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:

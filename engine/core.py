@@ -125,14 +125,17 @@ def cpus_to_use(bind: str, allowed: set[int]) -> tuple[int, ...] | None:
         chosen = {cpu for part in bind.split(",") for cpu in _cpu_range(part)}
     except ValueError as error:
         raise ConfigError(f"cpu_omp_threads_bind={bind!r} is not auto, nobind or a list such as 0-3,5") from error
-    if not chosen or not chosen <= allowed:
+    if not chosen <= allowed:
         raise ConfigError(f"cpu_omp_threads_bind={bind!r} names CPUs outside those this process may use: {ordered}")
     return tuple(sorted(chosen))
 
 
 def _cpu_range(text: str) -> range:
-    first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
+    first, dash, last = text.partition("-")
+    cpus = range(int(first), int(last if dash else first) + 1)
+    if not cpus:
+        raise ValueError(f"{text} is an empty range")
+    return cpus
 
 
 class CoreProcess:
@@ -301,11 +304,12 @@ def _fail(connection: Connection, failure: CoreFailed) -> NoReturn:
 
 
 def _config_error_kind(error: ConfigError) -> str:
-    from engine.memory import NoKvMemoryError, NotEnoughMemoryError
-
-    if isinstance(error, NoKvMemoryError):
+    memory = sys.modules.get("engine.memory")  # not imported here: it brings torch
+    if memory is None:
+        return "invalid_config"
+    if isinstance(error, memory.NoKvMemoryError):
         return "no_kv_memory"
-    return "oom_startup" if isinstance(error, NotEnoughMemoryError) else "invalid_config"
+    return "oom_startup" if isinstance(error, memory.NotEnoughMemoryError) else "invalid_config"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -103,3 +103,16 @@ def fail_to_load(config: EngineConfig) -> FakeExecutor:
 def run_out_of_memory(config: EngineConfig) -> FakeExecutor:
     """An executor that asks for more than there is."""
     raise MemoryError(f"made-up: no memory for {config.model}")
+
+
+def refuse_for_too_much_memory(config: EngineConfig) -> FakeExecutor:
+    """An executor whose share is more than is free."""
+    from engine.memory import NotEnoughMemoryError
+
+    raise NotEnoughMemoryError(f"block_size={config.block_size}: made-up lack of free memory")
+
+
+def load_for_ever(config: EngineConfig) -> FakeExecutor:
+    """An executor that is never ready."""
+    while True:
+        time.sleep(60)

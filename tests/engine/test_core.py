@@ -1,0 +1,119 @@
+"""The core's loop and its process, without HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from engine.config import ConfigError, EngineConfig
+from engine.core import Abort, CoreFailed, CoreProcess, Ready, StepReport, Submit, cpus_to_use
+from engine.request import FinishReason, SamplingParams
+from tests.fakes.serving import wait_until_gone
+
+
+@pytest.fixture
+def core() -> Iterator[CoreProcess]:
+    """A ready core with a made-up executor."""
+    process = CoreProcess(EngineConfig(model="m"), executor="tests.fakes.executor:FakeExecutor", cpus=None)
+    try:
+        first = process.receive()
+        assert isinstance(first, Ready)
+        assert first.resolved.num_gpu_blocks == 64
+        yield process
+    finally:
+        process.stop()
+
+
+def submit(name: str, num_prompt: int, max_tokens: int) -> Submit:
+    """A request as the frontend sends it."""
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Submit(request_id=name, prompt_token_ids=(7,) * num_prompt, sampling=sampling)
+
+
+def next_report(core: CoreProcess) -> StepReport:
+    """The next report; anything else is a failure."""
+    report = core.receive()
+    assert isinstance(report, StepReport), report
+    return report
+
+
+def test_one_report_a_step_says_tokens_finishes_and_counts(core: CoreProcess) -> None:
+    """The frontend needs nothing else to answer and to count."""
+    core.send(submit("a", 20, 3))
+    reports = [next_report(core) for _ in range(3)]
+    assert [report.request_ids for report in reports] == [("a",)] * 3
+    assert [report.finished for report in reports] == [{}, {}, {"a": FinishReason.LENGTH}]
+    assert [report.num_step_tokens for report in reports] == [20, 1, 1]
+    assert [report.num_running for report in reports] == [1, 1, 0]
+    assert reports[0].admitted == ("a",)
+    assert reports[0].kv_cache_usage == pytest.approx(2 / 64)
+    assert reports[-1].kv_cache_usage == 0
+
+
+def test_an_abort_while_idle_reports_that_nothing_is_held(core: CoreProcess) -> None:
+    """Gauges must not keep the value of a request that is gone."""
+    core.send(submit("a", 20, 200))
+    core.send(Abort("a"))
+    last = next_report(core)
+    while last.num_running:
+        last = next_report(core)
+    assert (last.kv_cache_usage, last.num_waiting) == (0, 0)
+
+
+def test_an_idle_core_uses_no_cpu(core: CoreProcess) -> None:
+    """It waits for its pipe; a core that polls would disturb every measurement beside it."""
+    core.send(submit("a", 4, 1))
+    next_report(core)
+    process = psutil.Process(core.pid)
+    switches = process.num_ctx_switches().voluntary
+    cpu_s = sum(process.cpu_times()[:2])
+    core.send(Abort("nobody"))
+    next_report(core)
+    assert process.num_ctx_switches().voluntary - switches < 20
+    assert sum(process.cpu_times()[:2]) - cpu_s < 0.1
+
+
+def test_a_killed_core_reads_as_a_value(core: CoreProcess) -> None:
+    """The parent learns of it from the pipe, with the exit code."""
+    process = psutil.Process(core.pid)
+    process.kill()
+    failure = core.receive()
+    assert isinstance(failure, CoreFailed)
+    assert (failure.kind, "-9" in failure.message) == ("crashed", True)
+    wait_until_gone([process])
+
+
+def test_the_core_computes_where_it_was_bound() -> None:
+    """The load generator beside it keeps its own CPU."""
+    allowed = sorted(psutil.Process().cpu_affinity())
+    config = EngineConfig(model="m")
+    core = CoreProcess(config, executor="tests.fakes.executor:FakeExecutor", cpus=(allowed[0],))
+    try:
+        assert isinstance(core.receive(), Ready)
+        assert psutil.Process(core.pid).cpu_affinity() == [allowed[0]]
+    finally:
+        core.stop()
+
+
+@pytest.mark.parametrize(
+    ("bind", "allowed", "cpus"),
+    [
+        ("auto", {0, 1, 2, 5}, (0, 1, 2)),
+        ("auto", {3}, (3,)),
+        ("nobind", {0, 1}, None),
+        ("0-2,5", {0, 1, 2, 3, 5}, (0, 1, 2, 5)),
+        ("1", {0, 1}, (1,)),
+    ],
+)
+def test_cpu_binding(bind: str, allowed: set[int], cpus: tuple[int, ...] | None) -> None:
+    """`auto` leaves the last CPU to the frontend and the client, where there is more than one."""
+    assert cpus_to_use(bind, allowed) == cpus
+
+
+@pytest.mark.parametrize("bind", ["", "a", "0-", "3-1", "0,3-1", "0,9", "0;1", "-1"])
+def test_a_binding_that_cannot_be_is_refused(bind: str) -> None:
+    """It never falls back to some other CPUs in silence."""
+    with pytest.raises(ConfigError, match="cpu_omp_threads_bind"):
+        cpus_to_use(bind, {0, 1, 2, 3})

@@ -1,0 +1,298 @@
+"""The server over real HTTP, with a real core process and a made-up executor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fakes.serving import ROOT, Serving, core_children, fake_command, json_lines, serving, start, wait_until_gone
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    """One server for all tests that leave it as it was."""
+    with serving(fake_command("FakeExecutor", max_num_seqs=32, num_gpu_blocks_override=40)) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: Serving) -> AsyncIterator[aiohttp.ClientSession]:
+    """A session on that server."""
+    async with aiohttp.ClientSession(server.url) as session:
+        yield session
+
+
+def data_of(body: str) -> list[Any]:
+    """The events of a stream, which must end with [DONE]."""
+    *events, done = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+async def metric(session: aiohttp.ClientSession, name: str, **labels: str) -> float:
+    """One sample of /metrics."""
+    async with session.get("/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+    (value,) = [
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    return value
+
+
+async def until(session: aiohttp.ClientSession, name: str, wanted: float) -> None:
+    """Poll a metric until it has a value; the test's own limit is 10 s."""
+    async with asyncio.timeout(10):
+        while await metric(session, name) != wanted:  # noqa: ASYNC110 - what is awaited happens in another process
+            await asyncio.sleep(0.01)
+
+
+async def test_one_event_a_token_with_running_usage(client: aiohttp.ClientSession) -> None:
+    """A load generator counts tokens by events and checks them by usage."""
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.content_type == "text/event-stream"
+        *tokens, last = data_of(await response.text())
+    assert [event["usage"]["completion_tokens"] for event in tokens] == [1, 2, 3, 4, 5]
+    assert [event["choices"][0]["finish_reason"] for event in tokens] == [None] * 4 + ["length"]
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+
+
+async def test_a_stream_and_a_whole_answer_say_the_same(client: aiohttp.ClientSession) -> None:
+    """Text and token ids of a prompt, streamed or not, give one text, and usage counts are exact."""
+    body = {"model": "embedded", "prompt": "hello", "max_tokens": 6, "temperature": 0}
+    async with client.post("/v1/completions", json=body) as response:
+        whole = await response.json()
+    async with client.post("/v1/completions", json={**body, "stream": True}) as response:
+        events = data_of(await response.text())
+    assert whole["choices"][0]["text"] == "".join(event["choices"][0]["text"] for event in events)
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == len(events) == 6
+    assert "usage" not in events[0]
+
+
+async def test_chat_opens_with_the_role(client: aiohttp.ClientSession) -> None:
+    """Chat clients expect the role first, then content."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 3}
+    async with client.post("/v1/chat/completions", json={**body, "stream": True}) as response:
+        role, *tokens = data_of(await response.text())
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert len(tokens) == 3
+    parts = [{"type": "text", "text": "hi"}]
+    body["messages"] = [{"role": "user", "content": parts}]
+    async with client.post("/v1/chat/completions", json=body) as response:
+        whole = await response.json()
+    text = "".join(event["choices"][0]["delta"]["content"] for event in tokens)
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": [1] * 256}, 400, ["256 tokens", "max_model_len is 256"]),
+        ({"prompt": []}, 400, ["empty"]),
+        ({"prompt": [1, 259]}, 400, ["259"]),
+        ({"prompt": [1, -1]}, 400, ["-1"]),
+        ({"prompt": ["a", "b"]}, 400, ["prompt"]),
+        ({"prompt": "a", "model": "other"}, 404, ["other", "embedded"]),
+        ({"prompt": "a", "max_tokens": 0}, 400, ["max_tokens"]),
+        ({"prompt": "a", "top_p": 0.9}, 400, ["top_p", "0.9"]),
+        ({"prompt": "a", "stop": ["x"]}, 400, ["stop"]),
+        ({"prompt": "a", "logprobs": 0}, 400, ["logprobs"]),
+        ({"prompt": "a", "tempreature": 0}, 400, ["tempreature"]),
+        ({"prompt": "a", "temperature": -1}, 400, ["temperature"]),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, ["stream_options"]),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    client: aiohttp.ClientSession, body: dict[str, object], status: int, words: list[str]
+) -> None:
+    """Nothing that would change the output is ignored in silence, and the error has OpenAI's shape."""
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == status
+        error = (await response.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert all(word in error["message"] for word in words)
+
+
+async def test_neutral_and_harmless_fields_are_accepted(client: aiohttp.ClientSession) -> None:
+    """Clients that spell out the defaults are served."""
+    body = {"prompt": "a", "top_p": 1.0, "top_k": -1, "n": 1, "stop": None, "user": "me", "logprobs": None}
+    body |= {"min_tokens": 4, "max_tokens": 4, "ignore_eos": True, "repetition_penalty": 1.0}
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+
+
+async def test_requests_that_are_no_requests_get_json_errors(client: aiohttp.ClientSession) -> None:
+    """Broken JSON and unknown paths answer in the same shape."""
+    async with client.post("/v1/completions", data=b"{") as response:
+        assert (response.status, "error" in await response.json()) == (400, True)
+    async with client.get("/v1/nothing") as response:
+        assert (response.status, "error" in await response.json()) == (404, True)
+
+
+async def test_models_and_config_in_force_can_be_read_back(client: aiohttp.ClientSession) -> None:
+    """A tuner checks that it talks to the config it asked for."""
+    async with client.get("/v1/models") as response:
+        (card,) = (await response.json())["data"]
+    assert (card["id"], card["max_model_len"]) == ("embedded", 256)
+    asked = {"max_num_seqs": "32", "max_num_batched_tokens": "2048", "gpu_memory_utilization": "0.92"}
+    assert await metric(client, "engine:config_info", **asked) == 1
+    assert await metric(client, "vllm:cache_config_info", num_gpu_blocks="40", block_size="16") == 1
+    assert await metric(client, "engine:memory_bytes", part="weights") == 10_000
+
+
+async def test_preemptions_and_tokens_are_counted(client: aiohttp.ClientSession) -> None:
+    """20 requests of 160 tokens in a cache of 640 preempt, all finish, and every token is on /metrics."""
+    names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:num_preemptions_total")
+    before = [await metric(client, name) for name in names]
+
+    async def ask(index: int) -> int:
+        body = {"prompt": [index + 1] * 60, "max_tokens": 100, "ignore_eos": True}
+        async with client.post("/v1/completions", json=body) as response:
+            counted: int = (await response.json())["usage"]["completion_tokens"]
+            return counted
+
+    assert await asyncio.gather(*map(ask, range(20))) == [100] * 20
+    after = [await metric(client, name) for name in names]
+    assert after[0] - before[0] == 20 * 100
+    assert after[1] - before[1] == 20 * 60
+    assert after[2] > before[2]
+    await until(client, "vllm:kv_cache_usage_perc", 0)
+
+
+async def test_a_client_that_leaves_frees_its_blocks() -> None:
+    """Running and waiting requests of clients that went away stop at once, streamed or not."""
+    body = {"prompt": [1] * 20, "max_tokens": 200, "ignore_eos": True}
+    with serving(fake_command("SlowExecutor", max_num_seqs=2)) as running:
+        async with aiohttp.ClientSession(running.url) as watcher:
+            async with aiohttp.ClientSession(running.url) as leaver:
+                streams = [await leaver.post("/v1/completions", json={**body, "stream": True}) for _ in range(3)]
+                await streams[0].content.readline()
+                whole = asyncio.create_task(leaver.post("/v1/completions", json=body))
+                await until(watcher, "vllm:num_requests_waiting", 2)
+                assert await metric(watcher, "vllm:kv_cache_usage_perc") > 0
+                whole.cancel()
+                for stream in streams:
+                    stream.close()
+            for name in ("running", "waiting"):
+                await until(watcher, f"vllm:num_requests_{name}", 0)
+            assert await metric(watcher, "vllm:kv_cache_usage_perc") == 0
+            assert await metric(watcher, "vllm:request_success_total", finished_reason="abort") == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_stop_ends_streams_with_an_error_and_leaves_nothing(number: signal.Signals) -> None:
+    """Exit code 0, no process left, and no client takes a cut stream for a whole one."""
+    with serving(fake_command("SlowExecutor")) as running:
+        family = [psutil.Process(running.process.pid), *psutil.Process(running.process.pid).children(recursive=True)]
+        async with aiohttp.ClientSession(running.url) as session:
+            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            async with session.post("/v1/completions", json=body) as response:
+                await response.content.readline()
+                running.process.send_signal(number)
+                text = (await response.read()).decode()
+        assert "[DONE]" not in text
+        assert "error" in json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert running.events() == []
+        assert running.process.returncode == 0
+        wait_until_gone(family)
+
+
+def test_a_stop_while_loading_is_clean() -> None:
+    """Whoever changes their mind during a long load waits for nothing: exit code 0, no core left."""
+    process = start(fake_command("load_for_ever"))
+    while not (cores := core_children(process.pid)):
+        assert process.poll() is None
+    process.terminate()
+    _, stderr = process.communicate(timeout=10)
+    assert (json_lines(stderr), process.returncode) == ([], 0)
+    wait_until_gone(cores)
+
+
+@pytest.mark.parametrize(
+    ("executor", "kind", "word"),
+    [
+        ("SlowExecutor", "crashed", "-9"),
+        ("CrashingExecutor", "crashed", "made-up fault"),
+        ("OutOfMemoryExecutor", "oom_runtime", "no memory for the step"),
+    ],
+)
+async def test_a_core_that_dies_is_noticed(executor: str, kind: str, word: str) -> None:
+    """Streams end with an error, the reason is the last line of JSON, and the process does not linger."""
+    with serving(fake_command(executor)) as running:
+        async with aiohttp.ClientSession(running.url) as session:
+            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            async with session.post("/v1/completions", json=body) as response:
+                await response.content.readline()
+                if executor == "SlowExecutor":
+                    running.core().kill()
+                text = (await response.read()).decode()
+        assert "error" in json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+        (event,) = running.events()
+        assert (event["event"], event["kind"]) == ("core_died", kind)
+        assert word in str(event["message"])
+        assert running.process.returncode == 1
+
+
+def test_the_core_dies_with_its_parent() -> None:
+    """A server killed outright leaves no core that holds the device's memory."""
+    with serving(fake_command("SlowExecutor")) as running:
+        core = running.core()
+        running.process.kill()
+        wait_until_gone([core])
+
+
+@pytest.mark.parametrize(
+    ("executor", "kind"),
+    [
+        ("refuse_config", "invalid_config"),
+        ("refuse_for_no_kv_memory", "no_kv_memory"),
+        ("refuse_for_too_much_memory", "oom_startup"),
+        ("run_out_of_memory", "oom_startup"),
+        ("fail_to_load", "crashed"),
+    ],
+)
+def test_a_failed_start_says_its_kind_in_one_line(executor: str, kind: str) -> None:
+    """A study records why a config did not start, without reading prose."""
+    process = start(fake_command(executor))
+    _, stderr = process.communicate(timeout=30)
+    (event,) = json_lines(stderr)
+    assert (event["event"], event["kind"], process.returncode) == ("start_failed", kind, 1)
+    assert "made" in str(event["message"])
+
+
+def test_a_port_in_use_is_noticed_before_loading() -> None:
+    """A neighbour's port says nothing about the config: `infrastructure`."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "engine", "serve", "embedded", "--port", str(port)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    (event,) = json_lines(done.stderr)
+    assert (event["event"], event["kind"], done.returncode) == ("start_failed", "infrastructure", 1)
+    assert str(port) in str(event["message"])
+
+
+def test_the_frontend_never_imports_torch() -> None:
+    """Serving starts, and refuses, without the seconds that torch takes."""
+    code = "import sys, engine.__main__; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
