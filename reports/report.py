@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from reports.figures.knee import knee_figure, knee_info
 from reports.figures.ladders import ladders_figure, ladders_info
 from reports.figures.pareto import pareto_figure, pareto_info
 from reports.view import page
-from tuner.records import KneeFinding, Recommendation, TrialRecord
+from tuner.records import Recommendation, TrialRecord
 
 
 def write_report(
@@ -27,16 +27,14 @@ def write_report(
     trials: Sequence[TrialRecord],
     *,
     title: str,
-    knees: Mapping[int, KneeFinding] | None = None,
 ) -> None:
     """Write the report of a run, whatever its verdict, to `path`.
 
     Args:
         trials: the study's and the confirmations'.
         title: the job's name.
-        knees: the finding of each trial's own ladder, by number, for the trial table; the answer's own is known.
     """
-    path.write_text(render(recommendation, trials, title=title, knees=knees), encoding="utf-8")
+    path.write_text(render(recommendation, trials, title=title), encoding="utf-8")
 
 
 def render(
@@ -44,7 +42,6 @@ def render(
     trials: Sequence[TrialRecord],
     *,
     title: str,
-    knees: Mapping[int, KneeFinding] | None = None,
 ) -> str:
     """The report's HTML; see `write_report`."""
     source = (files("reports") / "report.html.j2").read_text(encoding="utf-8")
@@ -54,7 +51,7 @@ def render(
     charts = {name: _embedded(chart, name) for name, chart in charts_of(recommendation, trials).items()}
     return template.render(
         title=title,
-        page=page(recommendation, trials, knees=knees or {}),
+        page=page(recommendation, trials),
         charts=charts,
         # Plotly's own source: a closing script tag in it would already break every page that inlines it.
         plotly_js=Markup(plotly.offline.get_plotlyjs()),  # noqa: S704

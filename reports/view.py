@@ -5,9 +5,10 @@ Nothing here is HTML: every string is escaped where it is put on the page.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from tuner.analysis.knee import find_knee, points_of
 from tuner.export import wording
 from tuner.export.context import knee as knee_words
 from tuner.export.runbook import Rung, Trigger, rungs, triggers
@@ -93,15 +94,9 @@ class Page(NamedTuple):
     provenance: Table
 
 
-def page(recommendation: Recommendation, trials: Sequence[TrialRecord], *, knees: Mapping[int, KneeFinding]) -> Page:
-    """Everything the report says.
-
-    Args:
-        knees: the finding of each trial's own ladder, by the trial's number, as far as known.
-    """
+def page(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> Page:
+    """Everything the report says."""
     finding = recommendation.knee
-    if finding is not None and recommendation.knee_trial is not None:
-        knees = {**knees, recommendation.knee_trial: finding}
     burst = recommendation.protective.burst if recommendation.protective else None
     return Page(
         headline=_headline(recommendation),
@@ -125,7 +120,7 @@ def page(recommendation: Recommendation, trials: Sequence[TrialRecord], *, knees
         warnings=(*recommendation.warnings, *(finding.warnings if finding else ())),
         triggers=triggers(recommendation),
         rungs=rungs(recommendation),
-        trials=_trials(trials, recommendation.slo, knees),
+        trials=_trials(trials, recommendation),
         trials_words=f"{recommendation.num_trials} study trials, {recommendation.num_failed} of them failed.",
         time=_time(recommendation.time),
         wall=wording.duration(recommendation.time.wall_s),
@@ -367,7 +362,12 @@ def _sureness(recommendation: Recommendation) -> Table | None:
         ("p95 ITL, ms", point.itl_p95_ms),
     )
     rows = tuple(
-        (Cell(name), Cell(wording.number(e.value)), Cell(wording.interval(e, wording.number)), Cell(str(e.num_samples)))
+        (
+            Cell(name),
+            Cell(wording.number(e.value)),
+            Cell(wording.interval(e, wording.number)),
+            Cell(wording.count(e.num_samples)),
+        )
         for name, e in named
     )
     return Table(("Production's figures", "Value", "95 % interval", "Samples"), rows)
@@ -383,7 +383,7 @@ def _left_out(trials: Sequence[TrialRecord]) -> tuple[str, ...]:
     )
 
 
-def _trials(trials: Sequence[TrialRecord], slo: Slo | None, knees: Mapping[int, KneeFinding]) -> Table:
+def _trials(trials: Sequence[TrialRecord], recommendation: Recommendation) -> Table:
     head = (
         "Trial",
         "Sequences / budget / share",
@@ -391,15 +391,25 @@ def _trials(trials: Sequence[TrialRecord], slo: Slo | None, knees: Mapping[int, 
         "Knee",
         "Best stage inside the SLO",
         "Preemptions",
-        "Wall time",
+        "Wall",
     )
-    return Table(head, tuple(_trial_row(trial, slo, knees.get(trial.number)) for trial in trials))
+    rows = [_trial_row(trial, recommendation.slo, _finding(trial, recommendation)) for trial in trials]
+    return Table(head, tuple(rows))
+
+
+def _finding(trial: TrialRecord, recommendation: Recommendation) -> KneeFinding | None:
+    """What the trial's own ladder says; the answer's finding where it is the answer's ladder."""
+    if trial.number == recommendation.knee_trial:
+        return recommendation.knee
+    if trial.role is not TrialRole.STUDY or not isinstance(trial.outcome, Measured):
+        return None
+    return find_knee(points_of(trial.outcome.stages))
 
 
 def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None) -> tuple[Cell, ...]:
     config = trial.config
     length = "" if config.max_model_len is None else f"max_model_len {config.max_model_len}"
-    role = "" if trial.role is TrialRole.STUDY else f", {trial.role.value.replace('_', ' ')}"
+    role = "" if trial.role is TrialRole.STUDY else ", re-measured"
     head = (
         Cell(str(trial.number), f"{trial.origin}{role}"),
         Cell(

@@ -157,7 +157,7 @@ def facts(config: EngineConfig) -> EngineFacts:
 def ladder(config: EngineConfig) -> tuple[StageRecord, ...]:
     """Doubling 1 to 64, two bisections around the bend, and one stage at twice the fence."""
     steps = [(load, StageKind.LADDER) for load in (1, 2, 4, 8, 16, 32, 64) if load <= 2 * config.max_num_seqs]
-    steps += [(load, StageKind.BISECT) for load in (20, 24) if load <= config.max_num_seqs]
+    steps += [(load, StageKind.BISECT) for load in (20, 22) if load <= config.max_num_seqs]
     steps.append((2 * config.max_num_seqs, StageKind.OVERLOAD))
     return tuple(stage(config, load, index=index, kind=kind) for index, (load, kind) in enumerate(steps))
 

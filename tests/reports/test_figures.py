@@ -34,7 +34,7 @@ def test_knee_chart_shows_the_ladder_in_order_with_its_marks(run: FakeRun) -> No
     info = knee_info(*run)
 
     assert info is not None
-    assert [point.load for point in info.points] == [1, 2, 4, 8, 16, 20, 24, 32, 64, 128]
+    assert [point.load for point in info.points] == [1, 2, 4, 8, 16, 20, 22, 32, 64, 128]
     assert [point.load for point in info.points if point.overload] == [128]
     assert (info.trial, info.knee, info.knee_interval) == (5, 22.0, (20.0, 25.0))
     assert (info.operating_load, info.production_fence, info.trial_fence) == (16, 20, 64)

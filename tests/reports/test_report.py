@@ -10,6 +10,7 @@ import plotly.offline
 import pytest
 
 from reports.report import render, write_report
+from reports.view import page
 from tests.fakes.records import (
     FakeRun,
     baseline,
@@ -213,10 +214,21 @@ def test_a_simulated_run_has_a_banner() -> None:
     assert banner not in shown(resolved_run()).words
 
 
-def test_other_trials_knees_are_shown_where_known() -> None:
-    """The trial table has each ladder's own knee; a knee nobody handed over is not made up."""
-    other = knee_finding().model_copy(update={"load": 17.5, "interval": (15.5, 18.5)})
-    run = resolved_run()
+def test_every_ladder_has_its_own_verdict() -> None:
+    """The trial table says what each ladder found, and the chosen one's knee is the answer's."""
+    rows = {row[0].text: row for row in page(*resolved_run()).trials.rows}
 
-    assert "15.5 to 18.5" in render(*run, title="x", knees={0: other})
-    assert "15.5 to 18.5" not in render(*run, title="x")
+    assert (rows["5"][2].text, rows["5"][3].text, rows["5"][3].note) == ("knee", "22", "20 to 25")
+    assert (rows["1"][2].text, rows["1"][3].text) == ("fenced", "–")
+    assert rows["3"][2].text == "failed: no_kv_memory"
+    assert (rows["9"][2].text, rows["9"][3].text) == ("measured", "–")
+
+
+def test_the_best_stage_is_inside_the_slo() -> None:
+    """A trial is not credited with throughput at a load where its latencies break the limits."""
+    best = {row[0].text: row[4].text for row in page(*resolved_run()).trials.rows}
+    none_meets = page(*unresolved_run(RunVerdict.SLO_INFEASIBLE)).trials.rows
+
+    assert best["5"].startswith("22: ")
+    assert best["1"].startswith("16: ")
+    assert {row[4].text for row in none_meets} == {"none", "–"}
