@@ -206,5 +206,6 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
     scaled = logits / temperatures.masked_fill(greedy, 1.0).unsqueeze(1)
     cumulated = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(1) * cumulated[:, -1:]
-    drawn = torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+    # A uniform one step below 1 can round up to the total, which no entry passes.
+    drawn = torch.searchsorted(cumulated, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     return torch.where(greedy, logits.argmax(-1), drawn)

@@ -1,0 +1,214 @@
+"""The torch executor: what it decides at start, and steps that are built by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import ConfigError, EngineConfig
+from engine.executor.torch import TorchExecutor, largest_steps
+from engine.memory import NoKvMemoryError
+from engine.request import SamplingParams
+from engine.step import ScheduledRequest, StepPlan, StepResult
+
+MIB = 2**20
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def _config(**changes: Any) -> EngineConfig:
+    asked: dict[str, Any] = {
+        "model": "embedded",
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "device_memory_bytes": 96 * MIB,
+        "gpu_memory_utilization": 0.5,
+    }
+    return EngineConfig(**{**asked, **changes})
+
+
+def _item(
+    tokens: tuple[int, ...], *, start: int = 0, index: int = 0, name: str = "a", sampling: SamplingParams = GREEDY
+) -> ScheduledRequest:
+    blocks = {"a": (3, 0, 5, 7, 9, 11, 13, 15), "b": (1, 2, 4, 6, 8, 10, 12, 14)}
+    return ScheduledRequest(
+        request_id=name,
+        token_ids=tokens,
+        start=start,
+        block_ids=blocks[name],
+        samples=True,
+        output_index=index,
+        sampling=sampling,
+    )
+
+
+def _generate(executor: TorchExecutor, prompt: tuple[int, ...], count: int, sampling: SamplingParams) -> list[int]:
+    tokens, start, outputs = prompt, 0, []
+    for index in range(count):
+        plan = StepPlan(scheduled=(_item(tokens, start=start, index=index, sampling=sampling),))
+        drawn = executor.execute(plan).sampled_token_ids["a"]
+        start += len(tokens)
+        tokens = (drawn,)
+        outputs.append(drawn)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def executor() -> TorchExecutor:
+    """The embedded model on a budget of 48 MiB."""
+    return TorchExecutor(_config())
+
+
+def test_every_byte_of_the_budget_is_accounted_for(executor: TorchExecutor) -> None:
+    """The KV blocks that are reported are allocated, and with all else they stay inside the share."""
+    resolved, memory = executor.resolved, executor.resolved.memory
+    kv_bytes = resolved.num_gpu_blocks * resolved.kv_block_bytes
+
+    assert memory.total_bytes == 96 * MIB
+    assert memory.requested_bytes == 48 * MIB
+    assert executor._kv_cache.nbytes == kv_bytes
+    assert executor._kv_cache.shape[2] == resolved.num_gpu_blocks
+    assert memory.kv_cache_bytes - resolved.kv_block_bytes < kv_bytes <= memory.kv_cache_bytes
+    assert resolved.kv_block_bytes == 16 * 8 * 2 * 4 * 32 * 4
+    assert memory.weights_bytes == 4 * 6_429_952
+    assert 0 < memory.activation_peak_bytes < 8 * MIB
+
+
+def test_the_measured_peak_repeats(executor: TorchExecutor) -> None:
+    """The same settings give the same number of blocks at every start."""
+    again = TorchExecutor(_config())
+
+    first, second = executor.resolved.memory, again.resolved.memory
+    assert abs(first.activation_peak_bytes - second.activation_peak_bytes) <= 4096
+    assert dataclasses.replace(first, activation_peak_bytes=0, kv_cache_bytes=0) == dataclasses.replace(
+        second, activation_peak_bytes=0, kv_cache_bytes=0
+    )
+
+
+def test_larger_limits_take_memory_from_kv(executor: TorchExecutor) -> None:
+    """A tuner sees what the token budget and the sequences really cost."""
+    wider = TorchExecutor(_config(max_num_batched_tokens=512)).resolved.memory
+    more = TorchExecutor(_config(max_num_seqs=64)).resolved.memory
+    base = executor.resolved.memory
+
+    assert wider.activation_peak_bytes > base.activation_peak_bytes + 448 * 2 * 768 * 4
+    assert more.request_buffers_bytes > base.request_buffers_bytes
+    assert wider.kv_cache_bytes < base.kv_cache_bytes
+
+
+def test_no_step_takes_more_than_the_measured_peak(executor: TorchExecutor) -> None:
+    """The budget holds under load: a step of any mix stays below what the start measured."""
+    from engine.memory import activation_peak_bytes
+
+    mixed = StepPlan(scheduled=(_item(tuple(range(63)), start=65), _item((1,), start=127, name="b")))
+    whole = StepPlan(scheduled=(_item(tuple(range(32))), _item(tuple(range(32)), name="b")))
+    for plan in (mixed, whole):
+        peak = activation_peak_bytes(lambda plan=plan: executor.execute(plan), torch.device("cpu"))
+
+        assert 0 < peak <= executor.resolved.memory.activation_peak_bytes
+
+
+def test_the_largest_steps_spend_the_whole_budget() -> None:
+    """What is measured is the worst case: all tokens, all seats sampling, contexts at their longest."""
+    for config, tokens in ((_config(), [64, 64]), (_config(max_num_batched_tokens=4096), [1024, 7 + 128])):
+        steps = largest_steps(config, 128)
+
+        assert [step.num_scheduled_tokens for step in steps] == tokens
+        assert len(steps[-1].scheduled) == 8
+        for step in steps:
+            assert all(item.start + len(item.token_ids) == 128 for item in step.scheduled)
+
+
+def test_an_empty_plan_computes_nothing(executor: TorchExecutor) -> None:
+    """An idle engine does not fail."""
+    assert executor.execute(StepPlan(scheduled=())) == StepResult(sampled_token_ids={})
+
+
+def test_a_chunk_that_does_not_catch_up_draws_nothing(executor: TorchExecutor) -> None:
+    """No token is made up in the middle of a prompt."""
+    item = dataclasses.replace(_item((1, 2, 3)), samples=False)
+
+    assert executor.execute(StepPlan(scheduled=(item,))).sampled_token_ids == {}
+
+
+@pytest.mark.parametrize("seed", [0, 1234])
+def test_a_seeded_request_repeats_beside_another_and_in_chunks(executor: TorchExecutor, seed: int) -> None:
+    """A seed gives the same text in a batch, with its prompt cut, and recomputed with its outputs known."""
+    sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=seed)
+    prompt = tuple(range(40, 73))
+    alone = _generate(executor, prompt, 8, sampling)
+    cut = dataclasses.replace(_item(prompt[:20]), samples=False)
+    executor.execute(StepPlan(scheduled=(cut, _item((9, 8), name="b"))))
+    plan = StepPlan(scheduled=(_item((9,), start=2, name="b"), _item(prompt[20:], start=20, sampling=sampling)))
+    resumed = _item((*prompt, *alone[:5]), index=5, sampling=sampling)
+
+    assert executor.execute(plan).sampled_token_ids["a"] == alone[0]
+    assert executor.execute(StepPlan(scheduled=(resumed,))).sampled_token_ids["a"] == alone[5]
+    assert len(set(alone)) > 2
+
+
+def test_greedy_output_of_made_up_weights_is_varied(executor: TorchExecutor) -> None:
+    """Load on the embedded model looks like text, not one token for ever."""
+    outputs = _generate(executor, (5, 6, 7), 60, GREEDY)
+
+    assert len(set(outputs[20:])) > 15
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")])
+def test_the_dtype_asked_for_is_the_dtype_in_force(dtype: str, expected: str) -> None:
+    """Weights and KV take the memory their dtype says."""
+    executor = TorchExecutor(_config(dtype=dtype))
+    size = 4 if expected == "float32" else 2
+
+    assert executor.resolved.dtype == expected
+    assert executor.resolved.kv_block_bytes == 16 * 8 * 2 * 4 * 32 * size
+    assert executor.resolved.memory.weights_bytes == size * 6_429_952
+    assert 0 <= _generate(executor, (1, 2, 3), 2, GREEDY)[1] < 512
+
+
+def test_a_length_beyond_the_models_is_refused() -> None:
+    """Positions that the model has never seen are not served."""
+    with pytest.raises(ConfigError, match=r"max_model_len=4096 is above the 2048 positions"):
+        TorchExecutor(_config(max_model_len=4096))
+
+
+def test_without_a_length_the_models_own_is_in_force() -> None:
+    """A user who asks for nothing gets all the model can do, and its end tokens."""
+    resolved = TorchExecutor(_config(max_model_len=None)).resolved
+
+    assert (resolved.max_model_len, resolved.vocab_size, resolved.eos_token_ids) == (2048, 512, (258, 256))
+    assert (resolved.device, resolved.served_model_name) == ("cpu", "embedded")
+
+
+def test_a_share_without_room_for_one_request_is_refused() -> None:
+    """The engine does not start only to refuse every request."""
+    with pytest.raises(NoKvMemoryError, match=r"max_model_len=2048 .* smallest gpu_memory_utilization"):
+        TorchExecutor(_config(max_model_len=None, gpu_memory_utilization=0.3))
+
+
+def test_overridden_blocks_are_used_and_warned_of() -> None:
+    """Tests and rehearsals get the cache they ask for, and hear what it cannot hold."""
+    few = TorchExecutor(_config(num_gpu_blocks_override=5))
+    many = TorchExecutor(_config(num_gpu_blocks_override=400))
+
+    assert few._kv_cache.shape[2] == few.resolved.num_gpu_blocks == 5
+    assert "num_gpu_blocks_override=5 is below the 8 blocks" in few.resolved.warnings[0]
+    assert "num_gpu_blocks_override=400 is above the" in many.resolved.warnings[0]
+
+
+def test_a_budget_no_step_can_reach_is_warned_of() -> None:
+    """A token budget above all sequences at full length works, and is said to be too much."""
+    (warning,) = TorchExecutor(_config(max_num_seqs=1, max_num_batched_tokens=256)).resolved.warnings
+
+    assert "256 is above max_num_seqs x max_model_len = 128" in warning
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_missing_gpu_is_not_replaced_by_the_cpu() -> None:
+    """Nobody measures the wrong device."""
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        TorchExecutor(_config(device="cuda"))

@@ -1,0 +1,195 @@
+"""The memory budget: its arithmetic, its errors, and that what is measured is what is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import BatchBuffers
+from engine.config import EngineConfig, MemoryBudget
+from engine.memory import (
+    DeviceMemory,
+    KvLayout,
+    NoKvMemoryError,
+    NotEnoughMemoryError,
+    activation_peak_bytes,
+    device_memory,
+    memory_budget,
+    num_kv_blocks,
+    requested_bytes,
+)
+
+GB, GIB, MIB = 10**9, 2**30, 2**20
+CPU = torch.device("cpu")
+
+
+def _budget(
+    *, total: float, share: float, weights: float, activations: float = 0, buffers: float = 0, non_torch: float = 0
+) -> MemoryBudget:
+    """A budget from figures in GiB."""
+    return memory_budget(
+        total_bytes=int(total * GIB),
+        requested_bytes=int(int(total * GIB) * share),
+        weights_bytes=int(weights * GIB),
+        activation_peak_bytes=int(activations * GIB),
+        request_buffers_bytes=int(buffers * GIB),
+        non_torch_bytes=int(non_torch * GIB),
+    )
+
+
+def test_what_is_left_for_kv_is_the_seeds_example() -> None:
+    """80 GB at a share of 0.9, 40 of weights and 8 of activations leave 24 GB for KV."""
+    device = DeviceMemory(total_bytes=80 * GB, free_bytes=80 * GB)
+
+    budget = memory_budget(
+        total_bytes=device.total_bytes,
+        requested_bytes=requested_bytes(device, 0.9),
+        weights_bytes=40 * GB,
+        activation_peak_bytes=8 * GB,
+        request_buffers_bytes=0,
+        non_torch_bytes=0,
+    )
+
+    assert budget.kv_cache_bytes == 24 * GB
+
+
+def test_a_buffer_of_every_token_of_every_request_is_the_seeds_example() -> None:
+    """128 requests of 32,768 ids of 4 bytes take 16 MiB: buffers grow with the sequences and are counted so."""
+    sizes = {"max_num_batched_tokens": 1, "max_model_len": 32768, "block_size": 1, "dtype": torch.float32}
+    one, many = (BatchBuffers(max_num_seqs=n, device=CPU, **sizes).nbytes for n in (1, 129))
+    per_request = 4 + 4 + 8  # context length, query start, sampled row
+
+    assert many - one - 128 * per_request == 16 * MIB
+
+
+def test_more_than_is_free_names_every_figure_and_the_highest_share_that_works() -> None:
+    """Told that memory is short, a user knows by how much and what share to set."""
+    device = DeviceMemory(total_bytes=int(22.05 * GIB), free_bytes=int(19.77 * GIB))
+
+    with pytest.raises(NotEnoughMemoryError) as error:
+        requested_bytes(device, 0.90)
+
+    for figure in ("0.9 ", "22.05 GiB", "19.77 GiB", "19.84 GiB", "at most 0.89"):
+        assert figure in str(error.value)
+    assert requested_bytes(device, 0.89) <= device.free_bytes
+
+
+def test_no_share_is_offered_where_nothing_is_free() -> None:
+    """Nobody is told to set a share of 0."""
+    with pytest.raises(NotEnoughMemoryError) as error:
+        requested_bytes(DeviceMemory(total_bytes=GIB, free_bytes=MIB), 0.5)
+
+    assert "at most" not in str(error.value)
+
+
+def test_a_share_too_small_for_one_request_names_the_share_and_the_length_that_would_do() -> None:
+    """The way out is right: 24 GiB, share 0.25, 6.5 taken, half a GiB for one request: 0.30, not a guess."""
+    budget = _budget(total=24, share=0.25, weights=5.0, activations=1.0, non_torch=0.5)
+    layout = KvLayout(block_size=16, block_bytes=4 * MIB)
+
+    with pytest.raises(NoKvMemoryError, match=r"smallest gpu_memory_utilization that would do is 0\.30"):
+        num_kv_blocks(budget, layout, max_model_len=2048)
+
+
+def test_the_largest_length_that_fits_is_named() -> None:
+    """A user who cannot give more memory knows which length to ask for."""
+    budget = _budget(total=8, share=0.5, weights=3.75)
+    layout = KvLayout(block_size=16, block_bytes=4 * MIB)
+
+    with pytest.raises(NoKvMemoryError, match="largest max_model_len that fits is 1024"):
+        num_kv_blocks(budget, layout, max_model_len=1025)
+    assert num_kv_blocks(budget, layout, max_model_len=1024) == 64
+
+
+@pytest.mark.parametrize("weights", [23.0, 25.0])
+def test_a_model_that_fits_at_no_share_is_not_answered_with_a_share(weights: float) -> None:
+    """Nobody raises the share step by step for a model that the device cannot hold."""
+    budget = _budget(total=24, share=0.9, weights=weights, activations=1.0, non_torch=0.5)
+
+    with pytest.raises(NoKvMemoryError) as error:
+        num_kv_blocks(budget, KvLayout(block_size=16, block_bytes=MIB), max_model_len=16)
+
+    assert "at no gpu_memory_utilization" in str(error.value)
+    assert "would do" not in str(error.value)
+    assert "raise" not in str(error.value)
+    assert ("max_num_batched_tokens" in str(error.value)) == (weights < 24)
+
+
+def test_a_length_that_fits_at_no_share_is_answered_with_a_length() -> None:
+    """Where only the length is too much, the largest one at a full share is named."""
+    budget = _budget(total=1, share=0.5, weights=0.25)
+
+    with pytest.raises(NoKvMemoryError, match=r"at 1\.00 max_model_len=12288 fits"):
+        num_kv_blocks(budget, KvLayout(block_size=16, block_bytes=MIB), max_model_len=13000)
+
+
+@given(
+    total=st.integers(1 * MIB, 100 * GIB),
+    share=st.floats(0.01, 1.0),
+    weights=st.floats(0, 1.2),
+    length=st.integers(1, 10**6),
+    block_bytes=st.integers(1024, 4 * MIB),
+)
+def test_every_way_out_works(total: int, share: float, weights: float, length: int, block_bytes: int) -> None:
+    """Whatever the error offers, taking it starts the engine."""
+    layout = KvLayout(block_size=16, block_bytes=block_bytes)
+
+    def budget_at(share: float) -> MemoryBudget:
+        return _budget(total=total / GIB, share=share, weights=weights * total / GIB)
+
+    try:
+        num_kv_blocks(budget_at(share), layout, max_model_len=length)
+    except NoKvMemoryError as error:
+        text = str(error)
+        if better := re.search(r"would do is (\d\.\d\d)", text):
+            assert num_kv_blocks(budget_at(float(better[1])), layout, max_model_len=length) > 0
+        if shorter := re.search(r"that fits is (\d+)", text):
+            assert num_kv_blocks(budget_at(share), layout, max_model_len=int(shorter[1])) > 0
+        if at_full := re.search(r"at 1\.00 max_model_len=(\d+)", text):
+            assert num_kv_blocks(budget_at(1.0), layout, max_model_len=int(at_full[1])) > 0
+        assert better or at_full or "at no gpu_memory_utilization" in text
+
+
+def test_the_activation_peak_is_every_byte_held_at_once() -> None:
+    """Tensors released before the next is made do not add up; those held together do, as does an op's own scratch."""
+
+    def run() -> None:
+        held = torch.empty(3 * MIB, dtype=torch.uint8)
+        torch.empty(8 * MIB, dtype=torch.uint8)
+        torch.empty(5 * MIB, dtype=torch.uint8)
+        del held
+
+    peaks = {activation_peak_bytes(run, CPU) for _ in range(2)}
+
+    assert peaks == {11 * MIB}
+
+
+def test_the_device_on_cpu_is_the_budget_asked_for() -> None:
+    """`device_memory_bytes` sets the total, and no more than that counts as free."""
+    config = EngineConfig(model="embedded", device_memory_bytes=64 * MIB)
+
+    assert device_memory(config, CPU) == DeviceMemory(total_bytes=64 * MIB, free_bytes=64 * MIB)
+
+
+def test_the_device_on_cpu_is_half_the_ram_by_default() -> None:
+    """Unasked, the engine leaves half the machine alone."""
+    import psutil
+
+    total = device_memory(EngineConfig(model="embedded"), CPU).total_bytes
+
+    assert total == psutil.virtual_memory().total // 2
+
+
+def test_a_budget_adds_up() -> None:
+    """Every byte requested is accounted for."""
+    budget = _budget(total=10, share=0.8, weights=1, activations=2, buffers=0.5, non_torch=0.25)
+    parts = dataclasses.asdict(budget)
+    requested = parts.pop("requested_bytes")
+    parts.pop("total_bytes")
+
+    assert sum(parts.values()) == requested
