@@ -397,7 +397,7 @@ class BurstEvidence(Record):
     kv_cache_usage_peak: float | None
     passed: bool
     reasons: tuple[str, ...] = ()
-    """Why it did not pass; empty when it did."""
+    """Why it did not pass. A p95 TTFT over its limit is said here too, and does not fail: without valves it queues."""
 
 
 class Profile(Record):

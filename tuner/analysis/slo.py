@@ -30,20 +30,22 @@ class Margins(Record):
 DEFAULT_MARGINS = Margins()
 
 
-def derive_slo(stages: Sequence[StageRecord]) -> Slo:
-    """Limits from the unloaded engine: the valid ladder stage of lowest load, which is load 1 unless that was invalid.
-
-    Raises:
-        ValueError: where no valid ladder stage has both medians.
-    """
-    usable = [
-        stage
-        for stage in stages
-        if stage.valid and stage.kind in _LADDER_KINDS and _known(stage.itl_p50_ms) and _known(stage.ttft_p50_ms)
-    ]
-    if not usable:
-        raise ValueError("no valid ladder stage has a median TTFT and ITL to derive an SLO from: give the limits")
-    unloaded = min(usable, key=lambda stage: (stage.load, stage.index))
+def derive_slo(stages: Sequence[StageRecord]) -> Slo | None:
+    """Limits from the unloaded engine: its valid ladder stage at load 1; None where there is none with both medians."""
+    unloaded = next(
+        (
+            stage
+            for stage in stages
+            if stage.load == 1
+            and stage.valid
+            and stage.kind in _LADDER_KINDS
+            and _known(stage.itl_p50_ms)
+            and _known(stage.ttft_p50_ms)
+        ),
+        None,
+    )
+    if unloaded is None:
+        return None
     return Slo(
         ttft_p95_ms=TTFT_OVER_UNLOADED * unloaded.ttft_p50_ms.value,
         itl_p95_ms=ITL_OVER_UNLOADED * unloaded.itl_p50_ms.value,
@@ -65,6 +67,16 @@ def violations(stage: StageRecord, slo: Slo) -> dict[str, float]:
 def complies(stage: StageRecord, slo: Slo) -> bool:
     """Whether both p95s are known, proven and inside."""
     return max(violations(stage, slo).values()) <= 0
+
+
+def least_violating_stage(stages: Sequence[StageRecord], slo: Slo) -> StageRecord | None:
+    """The valid, unfenced ladder stage whose worse p95 is least over its limit, the higher throughput among equals."""
+    ladder = [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in _LADDER_KINDS]
+    return min(
+        ladder,
+        key=lambda stage: (max(violations(stage, slo).values()), -stage.output_throughput.value, stage.load),
+        default=None,
+    )
 
 
 def keeps_margins(stage: StageRecord, margins: Margins = DEFAULT_MARGINS) -> bool:

@@ -1,0 +1,388 @@
+"""Choosing: the production profile, candidates for the protective one, and the run's verdict."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tuner.analysis.knee import find_knee, points_of
+from tuner.analysis.pareto import overlap, smaller_first
+from tuner.analysis.slo import (
+    DEFAULT_MARGINS,
+    Margins,
+    complies,
+    keeps_margins,
+    least_violating_stage,
+    operating_point,
+    violations,
+)
+from tuner.records import (
+    BurstEvidence,
+    EngineConfig,
+    EngineFacts,
+    Failed,
+    KneeFinding,
+    LadderVerdict,
+    Measured,
+    RequestRecord,
+    RunVerdict,
+    Slo,
+    StageKind,
+    StageRecord,
+    TrialRecord,
+    TrialRole,
+)
+
+MEANINGFUL_CUT = 0.8
+"""A parameter is meaningfully lower at this share of the ceiling's or less."""
+
+KV_HEADROOM = 0.05
+_LADDER_KINDS = (StageKind.LADDER, StageKind.BISECT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductionChoice:
+    """The measured stage production is pinned to, before it is confirmed."""
+
+    trial: TrialRecord
+    knee: KneeFinding
+    stage: StageRecord
+    config: EngineConfig
+    """The trial's config with its fence at the stage's load."""
+
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtectiveCandidate:
+    """A smaller config that was measured, and what each cut is for."""
+
+    trial: int
+    stage: StageRecord
+    config: EngineConfig
+    cuts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinding:
+    """What a run says about its question."""
+
+    verdict: RunVerdict
+    reason: str
+    least_violating_trial: int | None = None
+
+
+def choose_production(
+    trials: Sequence[TrialRecord], slo: Slo, margins: Margins = DEFAULT_MARGINS, *, grid: Sequence[int] | None = None
+) -> ProductionChoice | None:
+    """The operating point with the most throughput; within noise the smaller setting.
+
+    Trials whose ladder shows a knee come first: a fenced or unfinished ladder is chosen from only where no other is,
+    and the run is then not resolved.
+
+    Args:
+        trials: any trials; only measured study trials count.
+        slo: limits on the operating point.
+        margins: headroom it must keep.
+        grid: fences with a captured graph: a stage off this grid gives way to the next measured load below that is on
+            it, so that the fence was measured. None allows every load.
+    """
+    choices = [
+        choice
+        for trial, measured in _studied(trials)
+        if (choice := _pinned(trial, measured, slo, margins, grid)) is not None
+    ]
+    if not choices:
+        return None
+    resolved = [choice for choice in choices if choice.knee.verdict is LadderVerdict.KNEE]
+    pool = resolved or choices
+    most = max(pool, key=lambda choice: choice.stage.output_throughput.value)
+    tied = [choice for choice in pool if overlap(choice.stage.output_throughput, most.stage.output_throughput)]
+    return min(tied, key=lambda choice: (*smaller_first(choice.config), choice.trial.number))
+
+
+def choose_protective(
+    ceiling: EngineConfig,
+    trials: Sequence[TrialRecord],
+    slo: Slo,
+    margins: Margins = DEFAULT_MARGINS,
+    *,
+    grid: Sequence[int] | None = None,
+    burst_tokens: int | None = None,
+) -> list[ProtectiveCandidate]:
+    """Measured configs below the ceiling, best first: no parameter above it, sequences or budget at least 20 % below.
+
+    A stage at load L answers for the fence L of its trial's config. A smaller share is only taken with fewer sequences.
+    First come those whose KV blocks hold the burst, then those whose stage met the SLO and the margins, then those that
+    cut both sequences and budget, then by throughput.
+
+    Args:
+        ceiling: production's config, or the defaults where there is no production.
+        trials: any trials; only measured study trials count.
+        slo: limits, for the order.
+        margins: headroom, for the order.
+        grid: fences with a captured graph; None allows every load.
+        burst_tokens: prompt and output tokens of the burst's longest request; None where the burst is not known.
+    """
+    ranked = []
+    for trial, measured in _studied(trials):
+        for stage in _open_stages(measured.stages):
+            config = _below(ceiling, trial.config, stage.load)
+            if config is None or (grid is not None and stage.load not in grid):
+                continue
+            order = (
+                not _holds(config, measured.facts, burst_tokens),
+                not (complies(stage, slo) and keeps_margins(stage, margins)),
+                not (config.max_num_seqs < ceiling.max_num_seqs and _meaningful_budget_cut(config, ceiling)),
+                -stage.output_throughput.value,
+                *smaller_first(config),
+                trial.number,
+                stage.index,
+            )
+            cuts = _cuts(config, ceiling)
+            ranked.append((order, ProtectiveCandidate(trial=trial.number, stage=stage, config=config, cuts=cuts)))
+    ranked.sort(key=lambda entry: entry[0])
+    first_of_each: dict[tuple[int, int, float], ProtectiveCandidate] = {}
+    for _, candidate in ranked:
+        first_of_each.setdefault(smaller_first(candidate.config), candidate)
+    return list(first_of_each.values()) or _halved_budget(ceiling, trials)
+
+
+def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo) -> BurstEvidence:
+    """What the burst did. It is passed without preemption or failure, with p95 ITL inside the SLO and KV headroom.
+
+    Unknown figures fail. p95 TTFT over its limit is said among the reasons but does not fail: without admission valves
+    TTFT at twice the knee's load is time spent in the queue, which says nothing about the setting. Goodput counts it.
+    """
+    usage = stage.kv_cache_usage_peak
+    over = violations(stage, slo)
+    failures = [
+        (stage.num_preemptions is None, "preemptions are unknown"),
+        ((stage.num_preemptions or 0) > 0, f"{stage.num_preemptions} preemptions"),
+        (stage.num_failed > 0, f"{stage.num_failed} requests failed: {stage.first_error}"),
+        (stage.num_completed == 0, "no request was completed"),
+        (
+            over["itl_p95"] > 0,
+            f"p95 ITL is not proven inside {slo.itl_p95_ms:.4g} ms: {_figure(stage.itl_p95_ms.value)}",
+        ),
+        (usage is None, "peak KV use is unknown"),
+        (usage is not None and usage > 1 - KV_HEADROOM, f"KV use peaked at {_percent(usage)}: under 5 % is left"),
+    ]
+    reasons = [reason for failed, reason in failures if failed]
+    passed = not reasons
+    if over["ttft_p95"] > 0:
+        reasons.append(f"p95 TTFT {_figure(stage.ttft_p95_ms.value)} is over {slo.ttft_p95_ms:.4g} ms: it queues")
+    good = sum(_meets(request, slo) for request in requests)
+    return BurstEvidence(
+        load=stage.load,
+        num_completed=stage.num_completed,
+        num_failed=stage.num_failed,
+        num_rejected=stage.num_rejected,
+        num_preemptions=stage.num_preemptions,
+        ttft_p95_ms=stage.ttft_p95_ms,
+        itl_p95_ms=stage.itl_p95_ms,
+        goodput_rps=good / stage.measured_s if stage.measured_s > 0 else 0.0,
+        kv_cache_usage_peak=usage,
+        passed=passed,
+        reasons=tuple(reasons),
+    )
+
+
+def run_verdict(trials: Sequence[TrialRecord], production: ProductionChoice | None, slo: Slo | None) -> RunFinding:
+    """The run's verdict and one sentence of reason.
+
+    Args:
+        trials: any trials; only study trials count.
+        production: what `choose_production` answered.
+        slo: limits in force; None where no ladder gave any.
+    """
+    measured = [(trial, outcome) for trial, outcome in _studied(trials) if _open_stages(outcome.stages)]
+    if not measured:
+        return _nothing_feasible(trials)
+    if production is not None and production.knee.verdict is LadderVerdict.KNEE:
+        return RunFinding(verdict=RunVerdict.RESOLVED, reason=_resolved(production))
+    if production is None and slo is not None:
+        infeasible = _infeasible(measured, slo)
+        if infeasible is not None:
+            return infeasible
+    return _unresolved(measured)
+
+
+def _studied(trials: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, Measured]]:
+    for trial in trials:
+        if trial.role is TrialRole.STUDY and isinstance(trial.outcome, Measured):
+            yield trial, trial.outcome
+
+
+def _open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
+    return [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in _LADDER_KINDS]
+
+
+def _pinned(
+    trial: TrialRecord, measured: Measured, slo: Slo, margins: Margins, grid: Sequence[int] | None
+) -> ProductionChoice | None:
+    knee = find_knee(points_of(measured.stages))
+    on_grid = [stage for stage in measured.stages if grid is None or stage.load in grid]
+    stage = operating_point(on_grid, knee, slo, margins)
+    if stage is None:
+        return None
+    bend = "shows no knee: " + knee.verdict.value if knee.load is None else f"bends at load {knee.load:g}"
+    evidence = (
+        f"{stage.output_throughput.value:.4g} tokens/s at load {stage.load}: the most inside the SLO, within noise",
+        f"p95 TTFT {stage.ttft_p95_ms.value:.4g} ms, p95 ITL {stage.itl_p95_ms.value:.4g} ms",
+        f"no preemption, KV use at most {_percent(stage.kv_cache_usage_peak)}",
+        f"the ladder of trial {trial.number} {bend}",
+    )
+    config = trial.config.model_copy(update={"max_num_seqs": stage.load})
+    return ProductionChoice(trial=trial, knee=knee, stage=stage, config=config, evidence=evidence)
+
+
+def _below(ceiling: EngineConfig, measured: EngineConfig, load: int) -> EngineConfig | None:
+    """The measured config with its fence at `load`, if that makes it a protective one under the ceiling."""
+    tuned = {
+        "max_num_seqs": load,
+        "max_num_batched_tokens": measured.max_num_batched_tokens,
+        "gpu_memory_utilization": measured.gpu_memory_utilization,
+    }
+    config = ceiling.model_copy(update=tuned)
+    same_otherwise = measured.model_copy(update={**tuned, "max_model_len": ceiling.max_model_len}) == config
+    within = all(mine <= limit for mine, limit in zip(smaller_first(config), smaller_first(ceiling), strict=True))
+    fewer = load <= MEANINGFUL_CUT * ceiling.max_num_seqs
+    share_alone = config.gpu_memory_utilization < ceiling.gpu_memory_utilization and load == ceiling.max_num_seqs
+    lower = (fewer or _meaningful_budget_cut(config, ceiling)) and not share_alone
+    return config if same_otherwise and within and lower else None
+
+
+def _meaningful_budget_cut(config: EngineConfig, ceiling: EngineConfig) -> bool:
+    return config.max_num_batched_tokens <= MEANINGFUL_CUT * ceiling.max_num_batched_tokens
+
+
+def _holds(config: EngineConfig, facts: EngineFacts, burst_tokens: int | None) -> bool:
+    """Whether a full batch of the burst's longest requests fits the KV blocks with headroom; unknown counts as yes."""
+    if burst_tokens is None or facts.num_gpu_blocks is None or facts.block_size is None:
+        return True
+    needed = config.max_num_seqs * math.ceil(burst_tokens / facts.block_size)
+    return needed <= (1 - KV_HEADROOM) * facts.num_gpu_blocks
+
+
+def _halved_budget(ceiling: EngineConfig, trials: Sequence[TrialRecord]) -> list[ProtectiveCandidate]:
+    """Where nothing smaller was measured (production at load 1): half the budget, with the stage above it as a hint."""
+    budget = max(ceiling.max_num_seqs, ceiling.max_num_batched_tokens // 2)
+    config = ceiling.model_copy(update={"max_num_batched_tokens": budget})
+    if not _meaningful_budget_cut(config, ceiling):
+        return []
+    stages = [
+        (abs(stage.load - ceiling.max_num_seqs), trial.number, stage)
+        for trial, measured in _studied(trials)
+        for stage in _open_stages(measured.stages)
+    ]
+    if not stages:
+        return []
+    _, trial_number, stage = min(stages, key=lambda entry: (entry[0], entry[1], entry[2].index))
+    return [ProtectiveCandidate(trial=trial_number, stage=stage, config=config, cuts=_cuts(config, ceiling))]
+
+
+def _cuts(config: EngineConfig, ceiling: EngineConfig) -> tuple[str, ...]:
+    """Each parameter below the ceiling's and the failure it answers."""
+    pairs = [
+        ("max_num_batched_tokens", "long prompts stall decoding, and a smaller budget shortens each stall"),
+        ("max_num_seqs", "KV pressure: fewer sequences hold fewer KV blocks and are not preempted"),
+        ("gpu_memory_utilization", "out of memory: a smaller share, with fewer sequences, leaves the device room"),
+    ]
+    return tuple(
+        f"{name} {getattr(ceiling, name):g} to {getattr(config, name):g}: {why}"
+        for name, why in pairs
+        if getattr(config, name) < getattr(ceiling, name)
+    )
+
+
+def _meets(request: RequestRecord, slo: Slo) -> bool:
+    """Whether a measured request met both limits by its own TTFT and TPOT."""
+    if request.error is not None or request.rejected or request.warm_up or request.first_token_s is None:
+        return False
+    ttft_ms = 1000 * (request.first_token_s - request.intended_s)
+    gaps = max(1, request.num_output_tokens - 1)
+    tpot_ms = 1000 * (request.finished_s - request.first_token_s) / gaps
+    return ttft_ms <= slo.ttft_p95_ms and tpot_ms <= slo.itl_p95_ms
+
+
+def _resolved(production: ProductionChoice) -> str:
+    stage, low_high = production.stage, production.knee.interval
+    within = f" ({low_high[0]:g} to {low_high[1]:g})" if low_high else ""
+    return (
+        f"the knee of trial {production.trial.number} is at load {production.knee.load:g}{within}; load {stage.load} "
+        f"left of it gives {stage.output_throughput.value:.4g} tokens/s inside the SLO"
+    )
+
+
+def _nothing_feasible(trials: Sequence[TrialRecord]) -> RunFinding:
+    kinds = Counter(
+        trial.outcome.kind.value if isinstance(trial.outcome, Failed) else "no valid stage"
+        for trial in trials
+        if trial.role is TrialRole.STUDY
+    )
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none was launched"
+    return RunFinding(
+        verdict=RunVerdict.NO_FEASIBLE_CONFIG, reason=f"no feasible configuration among {kinds.total()}: {listed}"
+    )
+
+
+def _infeasible(measured: Sequence[tuple[TrialRecord, Measured]], slo: Slo) -> RunFinding | None:
+    """The finding of a run where limits, and not the ladders' shape, left nothing to choose; else None."""
+    nearest = [
+        (trial.number, stage)
+        for trial, outcome in measured
+        if (stage := least_violating_stage(outcome.stages, slo)) is not None
+    ]
+    number, stage = min(nearest, key=lambda entry: max(violations(entry[1], slo).values()))
+    figures = (
+        f"trial {number} at load {stage.load} comes closest, with p95 TTFT {_figure(stage.ttft_p95_ms.value)} of "
+        f"{slo.ttft_p95_ms:.4g} ms and p95 ITL {_figure(stage.itl_p95_ms.value)} of {slo.itl_p95_ms:.4g} ms"
+    )
+    stages = [stage for _, outcome in measured for stage in _open_stages(outcome.stages)]
+    if not any(
+        stage.ttft_p95_ms.value <= slo.ttft_p95_ms and stage.itl_p95_ms.value <= slo.itl_p95_ms for stage in stages
+    ):
+        reason = f"no stage meets the SLO: {figures}"
+        return RunFinding(verdict=RunVerdict.SLO_INFEASIBLE, reason=reason, least_violating_trial=number)
+    if not any(_finding(outcome).verdict is LadderVerdict.KNEE for _, outcome in measured):
+        return None
+    if any(complies(stage, slo) for stage in stages):
+        reason = "no setting has a stage left of its knee inside the SLO without preemption and with KV headroom"
+        return RunFinding(
+            verdict=RunVerdict.NO_FEASIBLE_CONFIG, reason=f"{reason}: {figures}", least_violating_trial=number
+        )
+    reason = "no stage inside the SLO has the 59 samples its p95 needs: measure longer"
+    return RunFinding(verdict=RunVerdict.TOO_FEW_STAGES, reason=f"{reason}; {figures}", least_violating_trial=number)
+
+
+def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
+    """The verdict of ladders without a usable knee: what most promises an answer if repeated otherwise comes first."""
+    verdicts = {trial.number: _finding(outcome).verdict for trial, outcome in measured}
+    counts = Counter(verdicts.values())
+    open_ended = counts[LadderVerdict.NOT_REACHED] + counts[LadderVerdict.FENCED]
+    top = max(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))
+    if open_ended:
+        reason = f"no knee up to load {top} in {open_ended} of {len(measured)} ladders: extend the range"
+        return RunFinding(verdict=RunVerdict.NOT_REACHED, reason=reason)
+    if counts[LadderVerdict.ALREADY_SATURATED]:
+        low = min(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))
+        reason = f"already saturated at the lowest load, {low}, in {counts[LadderVerdict.ALREADY_SATURATED]} ladders"
+        return RunFinding(verdict=RunVerdict.ALREADY_SATURATED, reason=reason)
+    most = max(len(_open_stages(outcome.stages)) for _, outcome in measured)
+    reason = f"too few valid stages: {most} on the longest of {len(measured)} ladders, where 5 are needed"
+    return RunFinding(verdict=RunVerdict.TOO_FEW_STAGES, reason=reason)
+
+
+def _finding(outcome: Measured) -> KneeFinding:
+    return find_knee(points_of(outcome.stages), num_bootstrap=1)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g} ms" if math.isfinite(value) else "unknown"
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.0%}"
