@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from time import perf_counter
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +13,9 @@ import psutil
 from tuner.records import MemoryFigures
 
 _INTERVAL_S = 1.0
-"""Reading PSS makes the kernel walk the process's pages: tens of milliseconds, so not more often."""
+_MAX_SHARE_OF_A_CORE = 0.01
+"""Reading PSS makes the kernel walk every page of the process: 0.1 s and more for 10 GB. It rests accordingly, or it
+would take from the engine what it looks at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,7 @@ def process_tree_pss_bytes(root_pid: int) -> int | None:
 
 
 class PssSampler:
-    """Reads a process tree's PSS about once a second, in a thread, while it is entered; keeps the peak."""
+    """Reads a process tree's PSS, in a thread, at most once a second while it is entered; keeps the peak."""
 
     def __init__(self, root_pid: int | None) -> None:
         self.peak_bytes: int | None = None
@@ -80,7 +83,8 @@ class PssSampler:
 
     async def _run(self, root_pid: int) -> None:
         while True:
+            started_s = perf_counter()
             seen = await asyncio.to_thread(process_tree_pss_bytes, root_pid)
             if seen is not None:
                 self.peak_bytes = max(seen, self.peak_bytes or 0)
-            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.sleep(max(_INTERVAL_S, (perf_counter() - started_s) / _MAX_SHARE_OF_A_CORE))

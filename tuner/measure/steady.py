@@ -9,21 +9,24 @@ import numpy as np
 from tuner.measure.latency import Floats, Window
 from tuner.records import Estimate, RequestRecord
 
-TREND_TOLERANCE = 0.25
-"""Two halves whose rates differ by less than this share of their mean show no trend."""
+WARM_TOLERANCE = 0.25
+"""Warm-up goes on while two halves of a request's time differ in rate by more than this share of their mean."""
+
+UNSTEADY_TOLERANCE = 0.5
+"""A measured window is not steady above this (one half 5/3 as fast as the other); smaller swings widen its interval."""
 
 LITTLE_TOLERANCE = 0.10
 """N and X x R must agree within this share of N."""
 
 
-def has_trend(times_s: Sequence[float] | Floats, window: Window) -> bool:
+def has_trend(times_s: Sequence[float] | Floats, window: Window, *, tolerance: float) -> bool:
     """Whether events came clearly faster in one half of the window than in the other.
 
-    Clearly: by more than a quarter of the mean, and by more than two standard deviations of a count.
+    Clearly: by more than this share of the mean, and by more than two standard deviations of a count.
     """
     counts, _ = np.histogram(np.asarray(times_s, dtype=np.float64), bins=2, range=(window.start_s, window.end_s))
     total = float(counts.sum())
-    return bool(abs(float(counts[0]) - float(counts[1])) > max(TREND_TOLERANCE * total / 2, 2 * total**0.5))
+    return bool(abs(float(counts[0]) - float(counts[1])) > max(tolerance * total / 2, 2 * total**0.5))
 
 
 def is_warm(
@@ -41,7 +44,7 @@ def is_warm(
     """
     if num_users_through < load:
         return False
-    return not has_trend(times_s, Window(max(0.0, now_s - request_s), now_s))
+    return not has_trend(times_s, Window(max(0.0, now_s - request_s), now_s), tolerance=WARM_TOLERANCE)
 
 
 def is_precise(throughput: Estimate, *, target_relative_half_width: float) -> bool:

@@ -79,7 +79,8 @@ def summarise(
     inside = [sample for sample in samples if window.holds(sample.at_s)]
     kv_cache_usage_peak = _most([sample.kv_cache_usage for sample in inside])
     arrivals_s = latency.arrival_times_s(records, window)
-    evidence = _evidence(spec, seen, log, records=records, trend=steady.has_trend(arrivals_s, window))
+    trend = steady.has_trend(arrivals_s, window, tolerance=steady.UNSTEADY_TOLERANCE)
+    evidence = _evidence(spec, seen, log, records=records, trend=trend)
     reasons = invalid_reasons(evidence)
     return StageRecord(
         index=spec.index,

@@ -1,0 +1,84 @@
+"""Reading /metrics: several engines, renamed metrics, resets, and what is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.server import Behaviour, running_stub
+from tuner.measure.prometheus import Scraper, increase, parse_snapshot, read_info, read_memory_bytes
+
+TWO_ENGINES = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{engine="0",model_name="m"} 10.0
+vllm:num_preemptions_total{engine="1",model_name="m"} 9.0
+vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
+vllm:prompt_tokens_total{engine="0"} 1.2e+06
+vllm:generation_tokens_total{engine="0"} 5.0
+vllm:cache_config_info{block_size="16",num_gpu_blocks="4821",engine="0"} 1.0
+vllm:cache_config_info{block_size="16",num_gpu_blocks="4800",engine="1"} 1.0
+engine:memory_bytes{part="weights"} 1.048576e+06
+engine:memory_bytes{part="kv_cache"} 2048.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001"} 0.0
+"""
+
+
+def test_all_engines_are_read_together() -> None:
+    """The first engine's series alone show half of the preemptions."""
+    seen = parse_snapshot(TWO_ENGINES, at_s=1.5)
+    assert (seen.at_s, seen.running, seen.waiting, seen.kv_cache_usage) == (1.5, 7, 0, 0.75)
+    assert (seen.preemptions, seen.prompt_tokens, seen.generation_tokens) == (19, 1_200_000, 5)
+
+
+def test_what_is_not_there_is_unknown() -> None:
+    """A constraint on preemptions must fail closed where the engine does not count them."""
+    seen = parse_snapshot(TWO_ENGINES, at_s=0.0)
+    assert (seen.prefix_queries, seen.prefix_hits) == (None, None)
+    empty = parse_snapshot("", at_s=0.0)
+    assert (empty.running, empty.waiting, empty.kv_cache_usage, empty.preemptions) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"])
+def test_both_names_of_kv_usage_are_known(name: str) -> None:
+    """The metric was renamed between releases; neither may read as an empty cache."""
+    assert parse_snapshot(f'{name}{{engine="0"}} 0.5\n', at_s=0.0).kv_cache_usage == 0.5
+    assert parse_snapshot(f"{name} 0.5\n", at_s=0.0).kv_cache_usage == 0.5
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "grown"), [(8, 19, 11), (3, 3, 0), (19, 8, None), (None, 3, None), (3, None, None)]
+)
+def test_a_counter_that_fell_is_unknown(before: int | None, after: int | None, grown: int | None) -> None:
+    """A restart between two scrapes must not show as no, or as negative, preemptions."""
+    assert increase(before, after) == grown
+
+
+def test_info_labels_and_memory_parts() -> None:
+    """What the engine says of itself is compared with what was asked."""
+    assert read_info(TWO_ENGINES, "vllm:cache_config_info") == {
+        "block_size": "16",
+        "num_gpu_blocks": "4821",
+        "engine": "0",
+    }
+    assert read_info(TWO_ENGINES, "engine:config_info") is None
+    assert read_memory_bytes(TWO_ENGINES) == {"weights": 1_048_576, "kv_cache": 2048}
+    assert read_memory_bytes("") == {}
+
+
+async def test_the_scraper_survives_a_server_that_goes_away() -> None:
+    """A lost scrape makes a figure unknown; it must not end the stage."""
+    async with running_stub(Behaviour()) as stub:
+        scraper = Scraper(stub.endpoint, origin_s=0.0)
+        first = await scraper.scrape()
+        assert first is not None
+        assert (first.running, first.kv_cache_usage, first.preemptions) == (0, 0.25, 0)
+    assert await scraper.scrape() is None
+    assert await scraper.scrape() is None
+    assert (len(scraper.samples), scraper.num_failed) == (1, 2)

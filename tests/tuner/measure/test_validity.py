@@ -1,0 +1,86 @@
+"""Each way in which a stage measures something else than the engine is named with its figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tuner.measure.validity import Evidence, invalid_reasons
+
+SOUND = Evidence(
+    load=8,
+    ended_by="precise",
+    num_users_through=8,
+    trend=False,
+    num_completed=200,
+    num_failed=0,
+    num_rejected=0,
+    first_error=None,
+    num_estimated=0,
+    sent_prompt_tokens=1000.0,
+    mean_prompt_tokens=1027.0,
+    asked_output_tokens=2048.0,
+    mean_output_tokens=2048.0,
+    prefix_queries=10_000,
+    prefix_hits=50,
+    num_preemptions=0,
+    mean_in_flight=7.99,
+    littles_law_ratio=0.99,
+    send_slip_p95_ms=0.3,
+    loop_lag_p95_ms=1.0,
+    ttft_p95_ms=120.0,
+    itl_p50_ms=10.0,
+)
+
+
+def test_a_sound_stage_is_valid() -> None:
+    """A rule that fires on good stages leaves nothing to find a knee in."""
+    assert invalid_reasons(SOUND) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_failed": 3, "first_error": "cut stream"}, ["98.5%", "3 of 203", "99%", "cut stream"]),
+        ({"num_completed": 0, "num_failed": 200, "first_error": "refused"}, ["0.0%", "refused"]),
+        ({"num_completed": 4}, ["4 completed", "5 are needed"]),
+        ({"load": 64, "num_users_through": 64, "mean_in_flight": 64.0, "num_completed": 31}, ["31", "32 are needed"]),
+        ({"mean_output_tokens": 300.0}, ["short outputs", "300.0", "2048.0"]),
+        ({"mean_prompt_tokens": 5128.0}, ["5128.0", "1000.0"]),
+        ({"prefix_hits": 100}, ["warm cache", "1.0%"]),
+        ({"prefix_hits": 100, "num_preemptions": None}, ["warm cache"]),
+        ({"littles_law_ratio": 0.85}, ["Little", "0.85", "7.99"]),
+        ({"mean_in_flight": 5.4}, ["load not held", "5.40", "8"]),
+        ({"send_slip_p95_ms": 6.1}, ["client bound", "6.10", "120.0"]),
+        ({"loop_lag_p95_ms": 5.5}, ["client bound", "5.5", "5.0"]),
+        ({"num_users_through": 7}, ["not steady", "7 of 8"]),
+        ({"trend": True}, ["not steady"]),
+        ({"ended_by": "stalled"}, ["stalled"]),
+        ({"ended_by": "failures", "first_error": "HTTP 500"}, ["HTTP 500"]),
+        ({"num_estimated": 3}, ["estimated", "3 requests"]),
+    ],
+)
+def test_each_doubt_is_a_sentence_with_its_figures(change: dict[str, Any], words: list[str]) -> None:
+    """Who reads "invalid" must see what was measured and what was expected."""
+    reasons = invalid_reasons(replace(SOUND, **change))
+    assert reasons
+    assert all(any(word in reason for reason in reasons) for word in words), reasons
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_failed": 2},
+        {"prefix_hits": 5000, "num_preemptions": 4},
+        {"prefix_hits": None, "prefix_queries": None},
+        {"prefix_queries": 0, "prefix_hits": 0},
+        {"num_rejected": 50, "mean_in_flight": 5.0},
+        {"loop_lag_p95_ms": 15.0, "itl_p50_ms": 80.0},
+        {"littles_law_ratio": None},
+    ],
+)
+def test_what_is_allowed_stays_valid(change: dict[str, Any]) -> None:
+    """Recomputed prefixes after a preemption, refusals by a valve, and a slow engine's coarser clock are no faults."""
+    assert invalid_reasons(replace(SOUND, **change)) == ()
