@@ -1,14 +1,18 @@
-"""Which load comes next: double until the knee is behind, bisect around it, close with an overload."""
+"""Which load comes next: double past the knee, bisect around it, stand left of it, close with an overload."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from tuner.analysis.knee import past_the_knee, points_of, suggest_bisection
+from tuner.analysis.knee import find_knee, past_the_knee, points_of, suggest_bisection
 from tuner.records import Record, StageKind, StageRecord
 
-NUM_BISECTIONS = 1
-"""Stages added between two rungs once the knee is bracketed."""
+MOST_BETWEEN_RUNGS = 2
+"""Stages added once the knee is bracketed: one to pin it, one to stand left of it."""
+
+OPERATING_BAND = (0.75, 0.95)
+"""Where an operating point should stand, as a share of the knee."""
 
 OVERLOAD_FACTOR = 2
 """The closing stage's load, in fences."""
@@ -37,16 +41,11 @@ class FixedSteps(Record):
 Plan = Ladder | FixedSteps
 
 
-def graph_grid(largest: int) -> tuple[int, ...]:
-    """Batch sizes with a captured graph: 1, 2, 4, multiples of 8 to 256, of 16 above (vLLM's default capture sizes)."""
-    small = [size for size in (1, 2, 4) if size <= largest]
-    return (*small, *range(8, min(largest, 256) + 1, 8), *range(272, largest + 1, 16))
-
-
 def next_step(plan: Plan, stages: Sequence[StageRecord]) -> LadderStep | None:
     """The stage to measure next, given those measured so far on this engine; None when the trial is done.
 
-    An invalid stage is repeated once, then left out.
+    An invalid stage is repeated once, then left out; an overload is not repeated: that an engine cannot settle past its
+    fence is the finding.
     """
     repeat = _repeat_of_invalid(stages)
     if repeat is not None:
@@ -56,7 +55,7 @@ def next_step(plan: Plan, stages: Sequence[StageRecord]) -> LadderStep | None:
             measured = {(stage.kind, stage.load) for stage in stages}
             return next((step for step in plan.steps if (step.kind, step.load) not in measured), None)
         case Ladder():
-            return _next_rung(plan, stages) or _next_bisection(plan, stages) or _closing_overload(plan, stages)
+            return _next_rung(plan, stages) or _between_rungs(stages) or _closing_overload(plan, stages)
 
 
 def most_stages(plan: Plan) -> int:
@@ -65,7 +64,7 @@ def most_stages(plan: Plan) -> int:
         case FixedSteps():
             return len(plan.steps)
         case Ladder():
-            return len(rungs(plan)) + NUM_BISECTIONS + 1
+            return len(rungs(plan)) + MOST_BETWEEN_RUNGS + 1
 
 
 def rungs(plan: Ladder) -> list[int]:
@@ -78,7 +77,7 @@ def rungs(plan: Ladder) -> list[int]:
 
 
 def _repeat_of_invalid(stages: Sequence[StageRecord]) -> LadderStep | None:
-    if not stages or stages[-1].valid:
+    if not stages or stages[-1].valid or stages[-1].kind is StageKind.OVERLOAD:
         return None
     last = stages[-1]
     tries = sum(stage.kind == last.kind and stage.load == last.load for stage in stages)
@@ -92,13 +91,26 @@ def _next_rung(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None
     return next((LadderStep(kind=StageKind.LADDER, load=load) for load in rungs(plan) if load not in climbed), None)
 
 
-def _next_bisection(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
-    tried = [stage for stage in stages if stage.kind is StageKind.BISECT]
+def _between_rungs(stages: Sequence[StageRecord]) -> LadderStep | None:
+    """First the bisection that pins the knee, then a stage where an operating point should stand, if there is none."""
+    between = {stage.load for stage in stages if stage.kind is StageKind.BISECT}
     closed = any(stage.kind is StageKind.OVERLOAD for stage in stages)
-    if closed or len({stage.load for stage in tried}) >= NUM_BISECTIONS:
+    if closed or len(between) >= MOST_BETWEEN_RUNGS:
         return None
-    load = suggest_bisection(points_of(stages), grid=graph_grid(min(plan.max_num_seqs, plan.max_load)))
+    load = _left_of_the_knee(stages) if between else suggest_bisection(points_of(stages)) or _left_of_the_knee(stages)
     return None if load is None else LadderStep(kind=StageKind.BISECT, load=load)
+
+
+def _left_of_the_knee(stages: Sequence[StageRecord]) -> int | None:
+    knee = find_knee(points_of(stages), num_bootstrap=0).load
+    if knee is None:
+        return None
+    low, high = (share * knee for share in OPERATING_BAND)
+    load = round(math.sqrt(low * high))
+    measured = {stage.load for stage in stages}
+    if load in measured or not low <= load <= high or any(low <= other <= high for other in measured):
+        return None
+    return load
 
 
 def _closing_overload(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tuner.engines import builtin
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, most_stages
-from tuner.records import EngineConfig, Record
-from tuner.space import SEARCHED, SearchedName, SearchedValues, broken_rule
+from tuner.records import Record
+from tuner.space import SEARCHED, SearchedName, SearchedValues, broken_rule, combinations
 
 ASSUMED_START_S = 8.0
 """A guess at one engine start, used until a launch has been seen; a plan says that it is one. Unit: seconds."""
@@ -57,10 +57,10 @@ class JobPlan(Record):
 
 def plan_of(job: TuningJob) -> JobPlan:
     """The plan of `job`."""
-    combinations = _combinations(job)
-    rules = [broken_rule(config, max_model_len=job.engine.fixed.max_model_len) for config in combinations]
+    settings = [job.config(values) for values in combinations(job.search_space)]
+    rules = [broken_rule(config, max_model_len=job.engine.fixed.max_model_len) for config in settings]
     impossible = tuple(rule for rule in rules if rule is not None)
-    num_possible = len(combinations) - len(impossible)
+    num_possible = len(settings) - len(impossible)
     study = min(job.budget.trials, num_possible)
     confirmations = CONFIRMATION_LAUNCHES + MAX_PROTECTIVE_LAUNCHES
     fence = int(max(job.search_space.choices("max_num_seqs")))
@@ -72,7 +72,7 @@ def plan_of(job: TuningJob) -> JobPlan:
         engine=job.engine.name,
         workload=job.workload.name,
         parameters=tuple(_parameter(job, name) for name in SEARCHED),
-        num_combinations=len(combinations),
+        num_combinations=len(settings),
         impossible=impossible,
         num_study_launches=study,
         num_confirmation_launches=confirmations,
@@ -107,13 +107,3 @@ def cautious_values(job: TuningJob) -> SearchedValues:
 def _parameter(job: TuningJob, name: SearchedName) -> ParameterPlan:
     parameter = getattr(job.search_space.parameters, name)
     return ParameterPlan(name=name, choices=parameter.choices, unit=parameter.unit, why=" ".join(parameter.why.split()))
-
-
-def _combinations(job: TuningJob) -> list[EngineConfig]:
-    space = job.search_space
-    return [
-        job.config(SearchedValues(max_num_seqs=seqs, max_num_batched_tokens=budget, gpu_memory_utilization=share))
-        for seqs in map(int, space.choices("max_num_seqs"))
-        for budget in map(int, space.choices("max_num_batched_tokens"))
-        for share in space.choices("gpu_memory_utilization")
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal, get_args
 
 from pydantic import Field, field_validator
@@ -75,14 +76,6 @@ class SearchSpace(Record):
         parameter: Parameter = getattr(self.parameters, name)
         return parameter.choices
 
-    @property
-    def num_combinations(self) -> int:
-        """How many different settings there are, those that cannot work included."""
-        count = 1
-        for name in SEARCHED:
-            count *= len(self.choices(name))
-        return count
-
 
 def load_space(name_or_mapping: str | dict[str, object]) -> SearchSpace:
     """The preset of that name, or a space written out in the job.
@@ -93,6 +86,12 @@ def load_space(name_or_mapping: str | dict[str, object]) -> SearchSpace:
     if isinstance(name_or_mapping, str):
         return validated(SearchSpace, read_preset("spaces", name_or_mapping), where=f"search space {name_or_mapping!r}")
     return validated(SearchSpace, name_or_mapping, where="search_space")
+
+
+def combinations(space: SearchSpace) -> list[SearchedValues]:
+    """Every setting of the space, those that cannot work included."""
+    choices = [space.choices(name) for name in SEARCHED]
+    return [SearchedValues.model_validate(dict(zip(SEARCHED, values, strict=True))) for values in product(*choices)]
 
 
 def broken_rule(config: EngineConfig, *, max_model_len: int | None) -> str | None:

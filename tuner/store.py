@@ -123,6 +123,16 @@ def write_requests(directory: Path, requests: Iterable[tuple[StageRecord, Sequen
     pd.DataFrame(rows).to_parquet(directory / "requests.parquet")
 
 
+def read_requests(directory: Path, stage: StageRecord) -> list[RequestRecord]:
+    """The requests of one stage, from a trial's `requests.parquet`; their token times were not kept."""
+    import pandas as pd
+
+    table = pd.read_parquet(directory / "requests.parquet")
+    rows = table[table["stage"] == stage.index].drop(columns=["stage", "kind", "load"])
+    rows = rows.astype(object).where(rows.notna(), None)
+    return [RequestRecord.model_validate(row) for row in rows.to_dict(orient="records")]
+
+
 def trial_table(trials: Sequence[TrialRecord]) -> pd.DataFrame:
     """A row a launch: number, role, config, outcome, times."""
     import pandas as pd

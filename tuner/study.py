@@ -10,20 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
-from tuner.space import SEARCHED, SearchedValues, SearchSpace
+from tuner.space import SEARCHED, SearchedValues, SearchSpace, combinations
 
 STUDY_NAME = "kneetune"
 NUM_STARTUP_TRIALS = 5
 """Settings drawn at random before the sampler models anything."""
 
-MAX_REPEATS = 50
-"""Proposals of settings already known before the space counts as exhausted."""
+MAX_REPEATS = 10
+"""Proposals of known settings before one of the unknown ones is drawn instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Study:
         self._positions: dict[str, BaseDistribution] = {
             name: IntDistribution(0, len(space.choices(name)) - 1) for name in SEARCHED
         }
+        self._rng = np.random.default_rng(seed)
         self._known: set[SearchedValues] = set()
         self._queued: list[tuple[SearchedValues, str]] = []
         self._open: dict[int, optuna.Trial] = {}
@@ -84,7 +86,7 @@ class Study:
             if values not in self._known:
                 return self._opened(trial, values, "sampler")
             self._study.tell(trial, state=TrialState.FAIL)
-        return None
+        return self._any_unknown()
 
     def tell_measured(self, proposal: Proposal, objectives: Objectives, constraints: Mapping[str, float]) -> None:
         """Report a measured setting; a constraint holds where its value is at most 0."""
@@ -101,6 +103,14 @@ class Study:
             trial.set_constraint(name, value)
         trial.set_user_attr("reason", reason)
         self._study.tell(trial, state=TrialState.PRUNED)
+
+    def _any_unknown(self) -> Proposal | None:
+        """One of the settings nobody has tried, where the sampler keeps coming back to known ones."""
+        unknown = [values for values in combinations(self._space) if values not in self._known]
+        if not unknown:
+            return None
+        values = unknown[self._rng.integers(len(unknown))]
+        return self._opened(self._ask_for(values), values, "sampler")
 
     def _opened(self, trial: optuna.Trial, values: SearchedValues, origin: str) -> Proposal:
         self._known.add(values)

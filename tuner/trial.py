@@ -35,6 +35,12 @@ from tuner.store import append_stage, write_requests
 BYTE_TOKENS = range(256)
 """Token ids prompts are drawn from: every tokenizer of a supported model has at least these, and none is special."""
 
+WARM_UP_TURNS = 1.5
+"""A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
+
+MAX_TURN_S = 20.0
+"""But no crowd is waited for longer. Unit: seconds."""
+
 
 class TrialSpec(Record):
     """Everything a worker needs to run one trial."""
@@ -135,7 +141,7 @@ def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> 
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while engine.is_alive() and not _stalled(stages) and (step := next_step(spec.plan, stages)) is not None:
-            measured = runner.run(measure_stage(_stage_spec(spec, step, index=len(stages)), target))
+            measured = runner.run(measure_stage(_stage_spec(spec, step, stages), target))
             stages.append(measured.record)
             requests.append((measured.record, measured.requests))
             append_stage(spec.directory, measured.record)
@@ -143,8 +149,9 @@ def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> 
     write_requests(spec.directory, requests)
 
 
-def _stage_spec(spec: TrialSpec, step: LadderStep, *, index: int) -> StageSpec:
-    measure = spec.job.measure
+def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:
+    measure, index = spec.job.measure, len(stages)
+    turn_s = _turn_s(step.load, stages)
     return StageSpec(
         index=index,
         kind=step.kind,
@@ -154,10 +161,16 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, *, index: int) -> StageSpec:
         entropy=(spec.job.seed, spec.number, index),
         min_requests=measure.min_requests,
         min_s=measure.min_time,
-        max_s=measure.max_time,
-        max_warm_up_s=measure.max_warm_up,
+        max_s=max(measure.max_time, turn_s),
+        max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * turn_s),
         target_relative_half_width=measure.precision,
     )
+
+
+def _turn_s(load: int, stages: Sequence[StageRecord]) -> float:
+    """How long `load` users take to be served once, at the best request rate seen so far; 0 before there is any."""
+    rate_rps = max((stage.request_throughput_rps for stage in stages if stage.valid), default=0.0)
+    return min(load / rate_rps, MAX_TURN_S) if rate_rps > 0 else 0.0
 
 
 def _outcome(engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]) -> Measured | Failed:

@@ -50,7 +50,7 @@ class Workers:
             WorkerLostError: if the worker's process dies; the next trial gets a new one.
         """
         if self._worker is None:
-            self._worker = _Worker.remote()
+            self._worker = ray.remote(num_cpus=1, max_restarts=0)(_Worker).remote()
         try:
             for reference in self._worker.run.remote(spec):
                 yield ray.get(reference)
@@ -67,7 +67,6 @@ class Workers:
             self._worker = None
 
 
-@ray.remote(num_cpus=1, max_restarts=0)
 class _Worker:
     def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
         # Ray gives actors one OpenMP thread; the engine sets its own from the CPUs it may use.

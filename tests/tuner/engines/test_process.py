@@ -1,0 +1,142 @@
+"""An engine that was started is watched, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tuner.engines.process import EngineStartError, free_port, launched, recorded_environment
+
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"ok")
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+STUBBORN = (
+    """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(
+    [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"],
+    start_new_session=True,
+)
+print(child.pid, flush=True)
+"""
+    + HEALTHY
+)
+
+
+def _launch(script: str, directory: Path, *, timeout_s: float = 20.0):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    port = free_port()
+    return launched(
+        [sys.executable, "-c", script, str(port)],
+        port=port,
+        environment=dict(os.environ),
+        directory=directory,
+        timeout_s=timeout_s,
+    )
+
+
+def _gone(pid: int, *, within_s: float = 15.0) -> bool:
+    deadline = time.perf_counter() + within_s
+    while time.perf_counter() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_healthy_engine_runs_inside_the_block_and_is_gone_after_it(tmp_path: Path) -> None:
+    """A trial owns its engine exactly as long as it measures."""
+    with _launch(HEALTHY, tmp_path) as engine:
+        assert engine.is_alive()
+        assert engine.start_s > 0
+    assert not engine.is_alive()
+    assert {"engine.log", "command.json", "env.json", "process.json"} <= {file.name for file in tmp_path.iterdir()}
+
+
+def test_a_child_that_ignores_sigterm_in_a_session_of_its_own_is_gone_too(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """No worker of an engine keeps a device after its trial, however it hides."""
+    monkeypatch.setattr("tuner.engines.process.TERM_GRACE_S", 0.5)
+    with _launch(STUBBORN, tmp_path) as engine:
+        child = int((tmp_path / "engine.log").read_text().split()[0])
+        assert psutil.pid_exists(child)
+    assert not engine.is_alive()
+    assert _gone(child)
+
+
+def test_a_foreign_process_of_the_same_kind_is_left_alone(tmp_path: Path) -> None:
+    """Only what we started is stopped; a neighbour's server of the same name runs on."""
+    port = free_port()
+    foreign = subprocess.Popen([sys.executable, "-c", HEALTHY, str(port)])
+    try:
+        with _launch(HEALTHY, tmp_path):
+            pass
+        assert foreign.poll() is None
+    finally:
+        foreign.kill()
+        foreign.wait()
+
+
+def test_an_engine_that_dies_is_noticed_at_once_with_its_exit_code(tmp_path: Path) -> None:
+    """A crash at start costs the time of the crash, not the whole timeout."""
+    with pytest.raises(EngineStartError) as caught, _launch("import sys; sys.exit(7)", tmp_path, timeout_s=600.0):
+        pass
+    assert caught.value.exit_code == 7
+    assert not caught.value.timed_out
+
+
+def test_an_engine_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
+    """A hanging start ends at the timeout and leaves nothing."""
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with pytest.raises(EngineStartError) as caught, _launch(script, tmp_path, timeout_s=1.0):
+        pass
+    assert caught.value.timed_out
+    assert _gone(int((tmp_path / "engine.log").read_text()))
+
+
+def test_an_engine_dies_with_the_process_that_launched_it(tmp_path: Path) -> None:
+    """kill -9 of the worker leaves no engine on the device."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "healthy.py").write_text(HEALTHY)
+    launcher = f"""
+import os, sys, time
+from pathlib import Path
+from tuner.engines.process import free_port, launched
+port = free_port()
+command = [sys.executable, {str(tmp_path / "healthy.py")!r}, str(port)]
+with launched(command, port=port, environment=dict(os.environ), directory=Path({str(tmp_path / "engine")!r}),
+              timeout_s=20) as engine:
+    print(engine.pid, flush=True)
+    time.sleep(600)
+"""
+    worker = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+    assert psutil.pid_exists(pid)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    worker.stdout.close()
+    assert _gone(pid)
+
+
+def test_secrets_are_not_recorded() -> None:
+    """A run directory can be shown to anyone."""
+    kept = recorded_environment(
+        {"HF_TOKEN": "hf_x", "VLLM_API_KEY": "k", "OMP_NUM_THREADS": "2", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "z"}
+    )
+    assert kept == {"HF_TOKEN": "<redacted>", "VLLM_API_KEY": "<redacted>", "OMP_NUM_THREADS": "2"}

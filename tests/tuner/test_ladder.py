@@ -1,0 +1,113 @@
+"""The ladder climbs until the knee is behind it, and not further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.records import estimate, stage
+from tuner.analysis.knee import find_knee, points_of
+from tuner.ladder import FixedSteps, Ladder, LadderStep, most_stages, next_step, rungs
+from tuner.records import EngineConfig, StageKind, StageRecord
+
+
+def _config(seqs: int) -> EngineConfig:
+    return EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=2048, gpu_memory_utilization=0.9)
+
+
+def _climb(plan: Ladder, throughput: Callable[[int], float]) -> list[StageRecord]:
+    """All stages of a ladder on an engine with that curve; past the fence the curve stands still."""
+    stages: list[StageRecord] = []
+    while (step := next_step(plan, stages)) is not None:
+        running = min(step.load, plan.max_num_seqs)
+        made = stage(_config(plan.max_num_seqs), step.load, index=len(stages), kind=step.kind)
+        update = {"output_throughput": estimate(throughput(running), spread=0.02), "num_preemptions": 0}
+        stages.append(made.model_copy(update=update))
+        assert len(stages) < 40
+    return stages
+
+
+def _loads(stages: list[StageRecord], kind: StageKind) -> list[int]:
+    return [each.load for each in stages if each.kind is kind]
+
+
+def test_a_saturating_engine_is_left_once_the_knee_is_behind() -> None:
+    """No time is spent far past the knee: with the knee near 9, load 256 is never tried."""
+    stages = _climb(Ladder(max_num_seqs=256, max_load=512), lambda n: 1000 * n / (2 + n))
+    climbed = _loads(stages, StageKind.LADDER)
+    assert climbed[:5] == [1, 2, 4, 8, 16]
+    assert climbed[-1] < 256
+    assert 1 <= len(_loads(stages, StageKind.BISECT)) <= 2
+    assert _loads(stages, StageKind.OVERLOAD) == [512]
+    assert stages[-1].kind is StageKind.OVERLOAD
+
+
+def test_there_is_a_stage_where_an_operating_point_should_stand() -> None:
+    """A knee with nothing measured just left of it would leave half of its throughput unused."""
+    for bend in (1.5, 2.0, 3.0, 4.0, 5.0, 7.0):
+        stages = _climb(Ladder(max_num_seqs=256, max_load=512), lambda n, bend=bend: 1000 * n / (bend + n))  # type: ignore[misc]
+        knee = find_knee(points_of(stages)).load
+        assert knee is not None
+        assert any(0.7 * knee <= load < knee for load in (each.load for each in stages))
+
+
+def test_an_engine_that_scales_for_ever_ends_at_the_fence() -> None:
+    """A ladder ends in bounded time whatever the curve."""
+    stages = _climb(Ladder(max_num_seqs=48, max_load=512), lambda n: 100.0 * n)
+    assert _loads(stages, StageKind.LADDER) == [1, 2, 4, 8, 16, 32, 48]
+    assert _loads(stages, StageKind.OVERLOAD) == [96]
+
+
+@given(
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.floats(0.01, 1000, allow_nan=False),
+    st.floats(0.001, 100, allow_nan=False),
+)
+def test_a_ladder_always_ends_with_one_overload_and_repeats_no_load(
+    seqs: int, max_load: int, base: float, slope: float
+) -> None:
+    """Every ladder is bounded, closes past the fence, and measures nothing twice."""
+    plan = Ladder(max_num_seqs=seqs, max_load=max_load)
+    stages = _climb(plan, lambda n: n / (base + slope * n))
+    climbed = _loads(stages, StageKind.LADDER) + _loads(stages, StageKind.BISECT)
+    assert len(climbed) == len(set(climbed))
+    assert all(load <= min(seqs, max_load) for load in climbed)
+    assert _loads(stages, StageKind.OVERLOAD) == [2 * seqs]
+    assert len(stages) <= most_stages(plan)
+
+
+def test_an_invalid_stage_is_repeated_once_then_left_out() -> None:
+    """A disturbed measurement gets one more chance, and never holds up the ladder."""
+    plan = Ladder(max_num_seqs=64, max_load=64)
+    bad = stage(_config(64), 1).model_copy(update={"valid": False, "invalid_reasons": ("not steady",)})
+    assert next_step(plan, [bad]) == LadderStep(kind=StageKind.LADDER, load=1)
+    assert next_step(plan, [bad, bad]) == LadderStep(kind=StageKind.LADDER, load=2)
+
+
+def test_an_overload_is_not_repeated() -> None:
+    """What overload does is shown as it is: an engine that cannot settle past its fence is the finding."""
+    plan = Ladder(max_num_seqs=8, max_load=64)
+    done = [stage(_config(8), load, index=index) for index, load in enumerate([1, 2, 4, 8])]
+    over = stage(_config(8), 16, index=4, kind=StageKind.OVERLOAD).model_copy(update={"valid": False})
+    assert next_step(plan, [*done, over]) is None
+
+
+def test_fixed_steps_are_measured_in_order() -> None:
+    """A confirmation measures what it was asked to, once."""
+    steps = (LadderStep(kind=StageKind.OPERATING, load=16), LadderStep(kind=StageKind.DOUBLE, load=32))
+    plan = FixedSteps(steps=steps)
+    first = stage(_config(16), 16, kind=StageKind.OPERATING)
+    second = stage(_config(16), 32, kind=StageKind.DOUBLE)
+    assert next_step(plan, []) == steps[0]
+    assert next_step(plan, [first]) == steps[1]
+    assert next_step(plan, [first, second]) is None
+
+
+def test_rungs_double_and_end_at_the_fence() -> None:
+    """The fence itself is always tried: whether it or the engine is the limit shows there."""
+    assert rungs(Ladder(max_num_seqs=24, max_load=512)) == [1, 2, 4, 8, 16, 24]
+    assert rungs(Ladder(max_num_seqs=128, max_load=40)) == [1, 2, 4, 8, 16, 32, 40]
+    assert rungs(Ladder(max_num_seqs=1, max_load=2)) == [1]
