@@ -16,7 +16,8 @@ from engine.config import ConfigError, EngineConfig, parse_size
 from engine.core import CoreFailed
 from engine.launch import report_start_failure, serve
 
-_SIZE_HELP = "plain, or 16k (16,000), or 16K (16,384)"
+_DEFAULT = " (default: %(default)s)"
+_SWITCH = argparse.BooleanOptionalAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,32 +50,39 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(prog="python -m engine", description="The built-in LLM serving engine.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("serve", help="serve a model over an OpenAI-compatible API", allow_abbrev=False)
+    command.epilog = "Sizes are plain numbers, or end in a suffix: 16k is 16,000 and 16K is 16,384."
     add = command.add_argument
     add("model", nargs="?", help="a local Hugging Face folder, a hub id, or `embedded`: the model that ships with us")
     add("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
     add("--config", type=Path, metavar="FILE.yaml", help="read flags from a file; the command line wins")
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 picks a free one and says which (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen on" + _DEFAULT)
+    add("--port", type=int, default=8000, help="0 picks a free one and says which" + _DEFAULT)
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL)")
-    add("--max-num-seqs", type=_size, metavar="N", help="most requests running at once")
-    add("--max-num-batched-tokens", type=_size, metavar="TOKENS", help=f"token budget of a step: {_SIZE_HELP}")
-    add("--gpu-memory-utilization", type=float, metavar="SHARE", help="share of the device's memory to take, in (0, 1]")
-    add("--max-model-len", type=_size, metavar="TOKENS", help="most tokens of a request, prompt and output together")
-    add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="split prompts over several steps")
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="share equal prefixes (not built yet)")
-    add("--block-size", type=int, metavar="TOKENS", help="tokens in a KV block")
+    add("--max-num-seqs", type=_size, metavar="N", help="most requests running at once" + _DEFAULT)
+    add("--max-num-batched-tokens", type=_size, metavar="TOKENS", help="token budget of one step" + _DEFAULT)
+    add("--gpu-memory-utilization", type=float, metavar="SHARE", help="share of the memory to take" + _DEFAULT)
+    add(
+        "--max-model-len",
+        type=_size,
+        metavar="TOKENS",
+        help="most tokens of a request, outputs too (default: the model's)",
+    )
+    add("--enable-chunked-prefill", action=_SWITCH, help="whether a prompt may be split over steps" + _DEFAULT)
+    add("--enable-prefix-caching", action=_SWITCH, help="share equal prefixes; not built yet" + _DEFAULT)
+    add("--block-size", type=int, metavar="TOKENS", help="tokens in a KV block" + _DEFAULT)
     add("--num-gpu-blocks-override", type=int, metavar="BLOCKS", help="KV blocks, instead of what the memory yields")
-    add("--device-memory", type=_size, metavar="BYTES", help=f"on CPU, the memory there is to share: {_SIZE_HELP}")
-    add("--device", help="cpu, cuda or auto")
-    add("--dtype", help="float32, bfloat16, float16 or auto")
-    add("--load-format", help="safetensors, dummy or auto")
-    add("--seed", type=int, help="seed of dummy weights and of requests that bring none")
-    add("--cpu-omp-threads-bind", metavar="CPUS", help="CPUs to compute on: auto, nobind or a list such as 0-3")
+    add("--device-memory", dest="device_memory_bytes", type=_size, metavar="BYTES", help="on CPU, the device's size")
+    add("--device", help="cpu, cuda or auto" + _DEFAULT)
+    add("--dtype", help="float32, bfloat16, float16 or auto" + _DEFAULT)
+    add("--load-format", help="safetensors, dummy or auto" + _DEFAULT)
+    add("--seed", type=int, help="for dummy weights, and for requests that bring none" + _DEFAULT)
+    add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind or a list such as 0-3" + _DEFAULT)
+    command.set_defaults(**{field.name: field.default for field in fields(EngineConfig) if field.name != "model"})
     return parser, command
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The config that parsed flags ask for; what was not given keeps its default.
+    """The config that parsed flags ask for.
 
     Raises:
         ConfigError: for values that can never work.
@@ -82,9 +90,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     model = args.model or args.model_flag
     if model is None:
         raise ConfigError("no model: name one on the command line or as `model` in the config file")
-    names = {field.name: field.name for field in fields(EngineConfig)} | {"device_memory_bytes": "device_memory"}
-    given = {name: getattr(args, source) for name, source in names.items()} | {"model": model}
-    return EngineConfig(**{name: value for name, value in given.items() if value is not None})
+    given = {field.name: getattr(args, field.name) for field in fields(EngineConfig)}
+    return EngineConfig(**given | {"model": model})
 
 
 def flags_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:

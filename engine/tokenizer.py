@@ -25,14 +25,21 @@ class ChatTemplateError(ValueError):
 
 
 class TextTokenizer:
-    """A Hugging Face fast tokenizer, read from `tokenizer.json`."""
+    """A Hugging Face fast tokenizer, read from `tokenizer.json`.
+
+    Raises:
+        ConfigError: for a folder without one, or one that cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path} is missing: a model folder must hold a fast tokenizer")
         self._folder = folder
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a fast tokenizer: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text; with special tokens where the tokenizer adds any (none for a rendered chat)."""

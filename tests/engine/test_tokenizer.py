@@ -77,3 +77,6 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """At start, by path."""
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
         TextTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a fast tokenizer"):
+        TextTokenizer(tmp_path)
