@@ -127,11 +127,10 @@ class BatchBuffers:
         )
 
     def _fill_block_tables(self, scheduled: Sequence[ScheduledRequest]) -> int:
-        """Write each request's block ids into its row, the rest 0; returns the columns in use."""
+        """Write each request's block ids into its row; returns the columns in use. What is beyond is never read."""
         counts = np.fromiter((len(item.block_ids) for item in scheduled), np.int64, len(scheduled))
         columns = int(counts.max())
         tables = self._block_tables.array[: len(scheduled), :columns]
         ids = chain.from_iterable(item.block_ids for item in scheduled)
-        tables[:] = 0
         tables[np.arange(columns) < counts[:, None]] = np.fromiter(ids, np.int32, int(counts.sum()))
         return columns

@@ -206,4 +206,11 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> st
     """`auto` is float32 on a CPU, where the others are slower, and the checkpoint's own on a GPU."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if device.type == "cpu" else model.checkpoint_dtype
+    if device.type == "cpu":
+        return "float32"
+    if model.checkpoint_dtype not in _DTYPES:
+        raise ConfigError(
+            f"dtype='auto' takes the checkpoint's own, {model.checkpoint_dtype}, which is not supported: "
+            f"ask for one of {', '.join(_DTYPES)}"
+        )
+    return model.checkpoint_dtype
