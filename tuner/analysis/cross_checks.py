@@ -14,6 +14,8 @@ from tuner.records import CrossChecks
 
 SMALL_GAIN_PER_DOUBLING = 1.1
 _LARGEST_USL_ERROR = 0.2
+_FARTHEST_USL_PEAK = 2.0
+"""In highest loads: a peak farther out is extrapolated from next to nothing."""
 
 
 def cross_check(loads: FloatArray, throughput: FloatArray) -> CrossChecks:
@@ -36,7 +38,7 @@ def asymptote_crossing(loads: FloatArray, throughput: FloatArray) -> float:
 
 
 def usl_peak(loads: FloatArray, throughput: FloatArray) -> float | None:
-    """The load where the Universal Scalability Law has its peak; None where it does not fit or has none.
+    """The load where the Universal Scalability Law has its peak; None where it does not fit or has none in sight.
 
     X(N) = l N / (1 + s (N - 1) + k N (N - 1)), so N / X is linear in (1, N - 1, N (N - 1)): least squares on relative
     errors (Gunther, Guerrilla Capacity Planning, 2007). The peak is at sqrt((1 - s) / k).
@@ -51,7 +53,8 @@ def usl_peak(loads: FloatArray, throughput: FloatArray) -> float | None:
     base, contention, crosstalk = (float(value) for value in solution)
     if rank < terms.shape[1] or error > _LARGEST_USL_ERROR or crosstalk <= 0 or contention >= base:
         return None
-    return math.sqrt((base - contention) / crosstalk)
+    peak = math.sqrt((base - contention) / crosstalk)
+    return peak if peak <= _FARTHEST_USL_PEAK * loads[-1] else None
 
 
 def ten_percent_per_doubling(loads: FloatArray, throughput: FloatArray) -> float | None:

@@ -44,7 +44,7 @@ _REACH = math.log(32)
 _HOPELESS = 40.0
 """Members this much worse than the best one, in chi-squared, weigh nothing and are dropped."""
 
-_PRIOR_STAGES = 1
+_PRIOR_STAGES = 0.25
 """How many stages' worth of scatter the default noise counts for."""
 
 _OWN_SHARE = 0.15

@@ -32,7 +32,7 @@ DEFAULT_R = 4.5
 """On a batch server's curve the maximum then lies where one more doubling buys 10 %."""
 
 FEWEST_STAGES = 5
-TIE = 0.05
+TIE = 0.03
 """Powers closer than this are equal, and the smaller load is taken: it exposes less."""
 
 _PAST_POWER = 0.6

@@ -1,0 +1,1 @@
+"""Pure answers from measured ladders."""

@@ -1,0 +1,87 @@
+"""The front keeps what nothing beats, and noise beats nothing."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes import records
+from tuner.analysis.pareto import dominates, pareto_front, smaller_first
+from tuner.records import EngineConfig, EngineFacts, Estimate, Measured, StageRecord, TrialRecord, TrialRole
+
+CONFIG = records.CHOSEN
+FACTS: EngineFacts = records.facts(CONFIG)
+
+
+def _stage(throughput: float, ttft_ms: float, itl_ms: float, *, spread: float = 0.001, index: int = 0) -> StageRecord:
+    figures = {
+        "output_throughput": records.estimate(throughput, spread=spread),
+        "ttft_p95_ms": records.estimate(ttft_ms, spread=spread),
+        "itl_p95_ms": records.estimate(itl_ms, spread=spread),
+        "index": index,
+    }
+    return records.stage(CONFIG, 8).model_copy(update=figures)
+
+
+def _trial(*stages: StageRecord, number: int = 0, config: EngineConfig = CONFIG) -> TrialRecord:
+    return records.trial(number, config, outcome=Measured(facts=FACTS, stages=stages))
+
+
+def test_a_tie_on_one_axis_is_still_beaten_on_another() -> None:
+    """(10, 100) beats (5, 100): the front is only the first."""
+    front = pareto_front([_trial(_stage(10, 50, 100, index=0), _stage(5, 50, 100, index=1))])
+
+    assert [point.stage for point in front] == [0]
+
+
+def test_identical_points_are_both_kept_smaller_setting_first() -> None:
+    """Nothing is lost in a tie, and the smaller setting leads."""
+    smaller = CONFIG.model_copy(update={"max_num_seqs": 8})
+    front = pareto_front([_trial(_stage(10, 50, 5)), _trial(_stage(10, 50, 5), number=1, config=smaller)])
+
+    assert [point.trial for point in front] == [1, 0]
+    assert smaller_first(smaller) < smaller_first(CONFIG)
+
+
+def test_points_closer_than_their_noise_are_ties() -> None:
+    """340 / 197 / 250 against 262 / 263 / 261 is no victory: overlapping intervals dominate nobody."""
+    better, worse = _stage(104, 50, 5, spread=0.05), _stage(100, 52, 5.2, spread=0.05)
+
+    assert not dominates(better, worse)
+    assert dominates(_stage(104, 50, 5), _stage(100, 52, 5.2))
+    assert len(pareto_front([_trial(better, worse)])) == 2
+
+
+def test_unknown_and_unproven_points_are_never_on_the_front() -> None:
+    """A figure that is missing, invalid or from too few samples wins nothing."""
+    unknown = _stage(99, 1, 1).model_copy(
+        update={"ttft_p95_ms": Estimate(value=math.nan, low=0, high=1, num_samples=9)}
+    )
+    unproven = _stage(99, 1, 1).model_copy(update={"itl_p95_ms": Estimate(value=1.0, num_samples=40)})
+    invalid = _stage(99, 1, 1).model_copy(update={"valid": False})
+    good = _stage(10, 50, 5, index=7)
+    confirmed = records.trial(
+        3, CONFIG, role=TrialRole.CONFIRM_PRODUCTION, outcome=Measured(facts=FACTS, stages=(good,))
+    )
+    failed = records.trial(4, CONFIG, outcome=records.study_trials()[3].outcome)
+
+    assert [point.stage for point in pareto_front([_trial(unknown, unproven, invalid, good), confirmed, failed])] == [7]
+
+
+coordinates = st.sampled_from([1.0, 1.1, 1.3, 2.0, 5.0])
+
+
+@given(
+    st.lists(st.builds(_stage, coordinates, coordinates, coordinates, spread=st.sampled_from([0.01, 0.2])), max_size=8)
+)
+def test_some_point_is_always_unbeaten(stages: list[StageRecord]) -> None:
+    """However the noise overlaps, points do not beat each other in a circle, and what is left out was beaten."""
+    stages = [stage.model_copy(update={"index": index}) for index, stage in enumerate(stages)]
+    kept = {point.stage for point in pareto_front([_trial(*stages)])}
+
+    assert bool(kept) == bool(stages)
+    assert not any(dominates(a, b) for a, b in product(stages, stages) if b.index in kept)
+    assert all(any(dominates(a, b) for a in stages) for b in stages if b.index not in kept)

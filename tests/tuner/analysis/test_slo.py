@@ -1,0 +1,116 @@
+"""The SLO is derived from the unloaded engine, and nobody passes it by luck or by silence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.tuner.analysis.curves import climbed
+from tuner.analysis.slo import (
+    Margins,
+    complies,
+    derive_slo,
+    keeps_margins,
+    least_violating_stage,
+    operating_point,
+    violations,
+)
+from tuner.records import Estimate, KneeFinding, LadderVerdict, Slo, StageKind
+
+LADDER = climbed()
+KNEE_AT_24 = KneeFinding(verdict=LadderVerdict.KNEE, load=24.0)
+WIDE = Slo(ttft_p95_ms=1e6, itl_p95_ms=1e6)
+
+
+def test_derived_limits_are_multiples_of_the_unloaded_medians() -> None:
+    """Without limits of their own, users get 10 x TTFT and 5 x ITL of load 1, and are told so."""
+    alone = LADDER[0]
+    slo = derive_slo(LADDER)
+
+    assert slo is not None
+    assert slo.derived
+    assert slo.ttft_p95_ms == pytest.approx(10 * alone.ttft_p50_ms.value)
+    assert slo.itl_p95_ms == pytest.approx(5 * alone.itl_p50_ms.value)
+
+
+def test_no_unloaded_stage_no_limits() -> None:
+    """Limits are not made up from a loaded engine, an invalid stage or another kind of stage."""
+    invalid = LADDER[0].model_copy(update={"valid": False})
+    confirmed = LADDER[0].model_copy(update={"kind": StageKind.OPERATING})
+
+    assert derive_slo([invalid, confirmed, *LADDER[1:]]) is None
+
+
+def test_violations_are_signed_log_ratios() -> None:
+    """A sampler learns how far off a stage is, and 0 or less is inside."""
+    stage = LADDER[3]
+    at_limit = Slo(ttft_p95_ms=stage.ttft_p95_ms.value, itl_p95_ms=stage.itl_p95_ms.value / 2)
+
+    assert violations(stage, at_limit) == pytest.approx({"ttft_p95": 0.0, "itl_p95": math.log(2)})
+    assert not complies(stage, at_limit)
+    assert complies(stage, WIDE)
+
+
+@pytest.mark.parametrize(
+    "p95",
+    [Estimate(value=1.0, num_samples=40), Estimate(value=math.nan, num_samples=0), Estimate(value=0.0, num_samples=99)],
+)
+def test_unproven_p95_never_complies(p95: Estimate) -> None:
+    """A p95 from 40 samples, or none at all, is not compliant however good it looks."""
+    stage = LADDER[3].model_copy(update={"ttft_p95_ms": p95})
+
+    assert not complies(stage, WIDE)
+    assert violations(stage, WIDE)["ttft_p95"] > 0
+
+
+def test_operating_point_is_strictly_left_of_the_knee() -> None:
+    """The point with the most throughput left of the knee, one step and not two."""
+    point = operating_point(LADDER, KNEE_AT_24, WIDE)
+
+    assert point is not None
+    assert point.load == 20
+
+
+def test_slo_and_margins_bound_the_operating_point() -> None:
+    """A stage over a limit, with a preemption, without KV headroom, invalid, or with unknown figures is passed over."""
+    slo = Slo(ttft_p95_ms=1e6, itl_p95_ms=LADDER[4].itl_p95_ms.value)
+    assert operating_point(LADDER, KNEE_AT_24, slo) == LADDER[4]
+
+    for spoilt in (
+        {"num_preemptions": 1},
+        {"num_preemptions": None},
+        {"kv_cache_usage_peak": 0.97},
+        {"kv_cache_usage_peak": None},
+        {"valid": False},
+        {"fenced": True},
+    ):
+        ladder = [s.model_copy(update=spoilt) if s.load in {16, 20} else s for s in LADDER]
+        point = operating_point(ladder, KNEE_AT_24, WIDE)
+        assert point is not None
+        assert point.load == 8
+    assert operating_point(LADDER, KNEE_AT_24, Slo(ttft_p95_ms=0.1, itl_p95_ms=0.1)) is None
+    assert not keeps_margins(LADDER[4], Margins(kv_cache_usage_peak=0.01))
+
+
+def test_without_a_knee_the_fence_is_safe_to_stand_at() -> None:
+    """A fenced ladder's top is allowed; a saturated one's is its lowest load, whatever the later stages say."""
+    fenced = KneeFinding(verdict=LadderVerdict.FENCED)
+    saturated = KneeFinding(verdict=LadderVerdict.ALREADY_SATURATED)
+    ladder = [s for s in LADDER if s.load > 2]
+    top, bottom = operating_point(ladder, fenced, WIDE), operating_point(ladder, saturated, WIDE)
+
+    assert top is not None
+    assert bottom is not None
+    assert (top.load, bottom.load) == (64, 4)
+    assert operating_point([], fenced, WIDE) is None
+
+
+def test_least_violating_stage_is_the_closest() -> None:
+    """Where nothing meets the limits, the stage that misses them by least is named."""
+    tight = Slo(ttft_p95_ms=1.0, itl_p95_ms=1.0)
+    nearest = least_violating_stage(LADDER, tight)
+
+    assert nearest is not None
+    assert nearest.load == 1
+    assert least_violating_stage([], tight) is None
