@@ -182,8 +182,9 @@ async def test_preemptions_and_tokens_are_counted(client: aiohttp.ClientSession)
 
 async def test_a_client_that_leaves_frees_its_blocks() -> None:
     """Running and waiting requests of clients that went away stop at once, streamed or not."""
-    body = {"prompt": [1] * 20, "max_tokens": 200, "ignore_eos": True}
-    with serving(fake_command("SlowExecutor", max_num_seqs=2)) as running:
+    body = {"prompt": [1] * 20, "max_tokens": 4000, "ignore_eos": True}  # over a minute, if nobody stops it
+    command = fake_command("SlowExecutor", max_num_seqs=2, max_model_len=4096, num_gpu_blocks_override=600)
+    with serving(command) as running:
         async with aiohttp.ClientSession(running.url) as watcher:
             async with aiohttp.ClientSession(running.url) as leaver:
                 streams = [await leaver.post("/v1/completions", json={**body, "stream": True}) for _ in range(3)]
@@ -255,11 +256,16 @@ async def test_a_core_that_dies_is_noticed(executor: str, kind: str, word: str) 
 
 
 def test_the_core_dies_with_its_parent() -> None:
-    """A server killed outright leaves no core that holds the device's memory."""
-    with serving(fake_command("SlowExecutor")) as running:
-        core = running.core()
-        running.process.kill()
-        wait_until_gone([core])
+    """A server killed outright leaves no core that holds the device's memory, not even one that is still loading."""
+    process = start(fake_command("load_for_ever"))
+    while not (cores := core_children(process.pid)):
+        assert process.poll() is None
+    assert process.stderr is not None
+    with process.stderr as stderr:
+        assert "loading" in stderr.readline()
+        process.kill()
+        process.wait()
+        wait_until_gone(cores)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from engine.config import ConfigError, EngineConfig, MemoryBudget, ResolvedConfig, check_against_model
@@ -113,6 +114,8 @@ def refuse_for_too_much_memory(config: EngineConfig) -> FakeExecutor:
 
 
 def load_for_ever(config: EngineConfig) -> FakeExecutor:
-    """An executor that is never ready."""
+    """An executor that says it is loading, and is never ready."""
+    sys.stderr.write(f"loading {config.model}\n")
+    sys.stderr.flush()
     while True:
         time.sleep(60)

@@ -47,11 +47,16 @@ def core_children(pid: int) -> list[psutil.Process]:
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
-    """Wait until all have ended; a zombie that its new parent has not collected yet has ended."""
+    """Wait until all have ended; one that has not after a while is killed, and the test fails.
+
+    A zombie that its new parent has not collected yet has ended.
+    """
     deadline_s = perf_counter() + _STOP_S
-    while alive := [process for process in processes if _is_alive(process)]:
-        assert perf_counter() < deadline_s, f"still alive: {alive}"
+    while (alive := [process for process in processes if _is_alive(process)]) and perf_counter() < deadline_s:
         sleep(0.01)
+    for process in alive:
+        process.kill()
+    assert not alive, f"still alive: {alive}"
 
 
 def _is_alive(process: psutil.Process) -> bool:
