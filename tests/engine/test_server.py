@@ -161,6 +161,19 @@ async def test_models_and_config_in_force_can_be_read_back(client: aiohttp.Clien
     assert await metric(client, "engine:memory_bytes", part="weights") == 10_000
 
 
+async def test_one_reader_serves_this_engine_and_vllm(client: aiohttp.ClientSession) -> None:
+    """Every metric a study reads is there before the first request, under vLLM's name: missing would mean unknown."""
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    counters = ("num_preemptions_total", "prompt_tokens_total", "generation_tokens_total")
+    timings = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+    others = ("request_queue_time_seconds", "iteration_tokens_total")
+    names = [*gauges, *counters, *(f"{name}_count" for name in timings + others)]
+    for name in names:
+        assert await metric(client, f"vllm:{name}", model_name="embedded", engine="0") >= 0
+    for reason in ("stop", "length", "abort"):
+        assert await metric(client, "vllm:request_success_total", finished_reason=reason) >= 0
+
+
 async def test_preemptions_and_tokens_are_counted(client: aiohttp.ClientSession) -> None:
     """20 requests of 160 tokens in a cache of 640 preempt, all finish, and every token is on /metrics."""
     names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:num_preemptions_total")
