@@ -165,7 +165,7 @@ async def running_stub(
 DONE = b"data: [DONE]\n\n"
 
 
-def event(frame: dict[str, Any]) -> bytes:
+def event(frame: object) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(frame).encode() + b"\n\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -49,12 +50,10 @@ class Seen:
 def settle(records: Sequence[RequestRecord], seen: Seen) -> list[RequestRecord]:
     """Mark what did not finish inside the window; in a stalled stage, what hung is a failure and counts."""
     if seen.ended_by == "stalled":
-        hung = {"unfinished": False, "error": "stalled: no token came any more", "finished_s": seen.window.start_s}
+        given_up_s = math.nextafter(seen.window.end_s, 0.0)
+        hung = {"unfinished": False, "error": "stalled: no token came any more", "finished_s": given_up_s}
         records = [record.model_copy(update=hung) if record.unfinished else record for record in records]
-    return [
-        record.model_copy(update={"warm_up": record.unfinished or not seen.window.holds(record.finished_s)})
-        for record in records
-    ]
+    return [record.model_copy(update={"warm_up": not seen.window.holds(record.finished_s)}) for record in records]
 
 
 def mean_e2e_s(records: Sequence[RequestRecord]) -> float:

@@ -59,6 +59,13 @@ def test_a_chunk_of_several_tokens_is_as_many_equal_gaps() -> None:
     assert record.error is None
 
 
+def test_events_of_one_read_share_its_gap() -> None:
+    """Two tokens that one read brought arrived together; the second is not infinitely fast."""
+    both = text("b", tokens=2) + text("c", tokens=3)
+    record = record_of((0.2, text("a", tokens=1)), (0.4, both), (0.4, DONE))
+    assert gaps_ms(record) == pytest.approx([100.0, 100.0])
+
+
 def test_role_and_empty_frames_are_not_the_first_token() -> None:
     """Servers greet before they compute: TTFT would be the network's round trip."""
     role = event({"choices": [{"delta": {"role": "assistant"}}]})
@@ -114,7 +121,7 @@ def test_a_last_count_above_the_running_one_wins() -> None:
         ([(0.1, usage(0)), (0.1, DONE)], None, "no token"),
         ([(0.1, text("", finish="stop")), (0.1, DONE)], None, "no token"),
         ([(0.1, b'{"choices": [{"text": "whole"}]}')], None, "no token"),
-        ([(0.1, event([1]))], None, "unexpected event"),  # type: ignore[arg-type] - what a broken server sends
+        ([(0.1, event([1]))], None, "unexpected event"),
         ([], "no connection to 127.0.0.1:1: refused", "refused"),
     ],
 )

@@ -49,9 +49,9 @@ def test_a_response_without_length_ends_with_the_connection() -> None:
     """HTTP/1.0-style servers close to end a stream; that is an end, not a cut."""
     reader = ResponseReader()
     assert reader.feed(HEAD + b"\r\nabc") == b"abc"
-    assert not reader.complete
+    complete_before = reader.complete
     reader.close()
-    assert reader.complete
+    assert (complete_before, reader.complete) == (False, True)
     assert not reader.keep_alive
 
 
@@ -61,6 +61,16 @@ def test_a_chunked_response_that_stops_is_not_complete() -> None:
     reader.feed(chunked(BODY, 7)[:-9])
     reader.close()
     assert not reader.complete
+
+
+def test_a_response_ends_with_its_last_byte_and_not_before() -> None:
+    """Two bytes left over would be read as the head of the next response on the same connection."""
+    data = chunked(BODY, 7)
+    reader = ResponseReader()
+    reader.feed(data[:-2])
+    complete_before = reader.complete
+    reader.feed(data[-2:])
+    assert (complete_before, reader.complete) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ async def test_a_sound_stage_reports_what_the_stub_did() -> None:
     assert (record.num_preemptions, record.kv_cache_usage_peak) == (0, 0.25)
     assert (record.memory.reserved_bytes, record.memory.in_use_peak_bytes) == (100, 25)
     assert record.memory.device_peak_bytes is not None
+    assert record.send_slip_p95_ms > 0
     assert stub.peak_in_flight == 4
     assert all(5 <= token < 50 for body in stub.bodies for token in body["prompt"])
     counted = [request for request in measured.requests if not request.warm_up]
@@ -133,6 +134,14 @@ async def test_refusals_are_counted_apart() -> None:
     assert record.num_rejected > 0
     assert record.num_failed == 0
     assert not any("success rate" in reason for reason in record.invalid_reasons)
+
+
+async def test_a_valve_that_refuses_everything_is_not_a_failing_engine() -> None:
+    """Refusals cost the stage its figures, and never say that the engine is broken."""
+    async with running_stub(Behaviour(status=503)) as stub:
+        record = (await measure(stub, max_s=1.6)).record
+    assert (record.ended_by, record.num_failed, record.num_completed) == ("time", 0, 0)
+    assert record.num_rejected > 0
 
 
 @pytest.mark.parametrize(

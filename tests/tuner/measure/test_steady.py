@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,9 +18,9 @@ from tuner.records import Estimate
 def test_warm_up_outlasts_the_first_wave() -> None:
     """First requests at a new load are many times slower; with one user still in its first, nothing is measured."""
     even = np.linspace(0, 10, 1000)
-    common = {"times_s": even, "now_s": 10.0, "request_s": 2.0}
-    assert not steady.is_warm(load=4, num_users_through=3, **common)
-    assert steady.is_warm(load=4, num_users_through=4, **common)
+    first_wave = partial(steady.is_warm, load=4, times_s=even, now_s=10.0, request_s=2.0)
+    assert not first_wave(num_users_through=3)
+    assert first_wave(num_users_through=4)
 
 
 def test_warm_up_outlasts_a_trend() -> None:
