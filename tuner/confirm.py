@@ -41,9 +41,9 @@ def confirm_protective(
     """Try candidates with the burst, best first, until one holds; a few launches at the most.
 
     Returns:
-        The first that held, else the last one tried with what went wrong; None where no candidate could be measured.
+        The first that held, else the one of highest goodput with what went wrong; None where none could be measured.
     """
-    last: ConfirmedProtective | None = None
+    tried: list[ConfirmedProtective] = []
     for candidate in candidates[:MAX_PROTECTIVE_LAUNCHES]:
         confirmed = _try(candidate, burst_load, slo, launches, store)
         if confirmed.trial.outcome.outcome == "failed":
@@ -51,11 +51,15 @@ def confirm_protective(
                 f"the protective candidate of trial {confirmed.trial.number} did not start and is passed over"
             )
             continue
-        last = confirmed
+        tried.append(confirmed)
         if confirmed.burst is not None and confirmed.burst.passed:
-            break
+            return confirmed
         launches.note("the protective candidate did not hold under the burst")
-    return last
+    return max(tried, key=_goodput_rps, default=None)
+
+
+def _goodput_rps(confirmed: ConfirmedProtective) -> float:
+    return -1.0 if confirmed.burst is None else confirmed.burst.goodput_rps
 
 
 def _try(

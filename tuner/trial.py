@@ -35,6 +35,10 @@ from tuner.store import append_stage, write_requests
 BYTE_TOKENS = range(256)
 """Token ids prompts are drawn from: every tokenizer of a supported model has at least these, and none is special."""
 
+FEWEST_REQUESTS = 20
+REQUESTS_PER_USER = 8
+"""At low load a stage ends with fewer requests than a p95 needs: the throughput curve needs it, no answer stands there."""
+
 WARM_UP_TURNS = 1.5
 """A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
 
@@ -159,7 +163,7 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
         max_num_seqs=spec.config.max_num_seqs,
         workload=spec.job.burst if step.kind is StageKind.BURST else spec.job.workload,
         entropy=(spec.job.seed, spec.number, index),
-        min_requests=measure.min_requests,
+        min_requests=min(measure.min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load)),
         min_s=measure.min_time,
         max_s=max(measure.max_time, turn_s),
         max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * turn_s),
