@@ -47,9 +47,6 @@ _HOPELESS = 40.0
 _PRIOR_STAGES = 0.25
 """How many stages' worth of scatter the default noise counts for."""
 
-_OWN_SHARE = 0.15
-"""How much a stage's own figure counts beside the family's, because no family is exact."""
-
 _FREE_PARAMETERS = 3
 _FEWEST_STAGES = 5
 
@@ -78,7 +75,7 @@ class Curve:
     """Whether the family explains the stage; all False where the stages stand for themselves."""
 
     family: Family
-    """The members that may explain the stages; none where the stages stand for themselves."""
+    """The members that may explain the stages; of no use where the stages stand for themselves."""
 
     log_smooth: FloatArray
     """Expected log throughput; the measured one of a stage that fell below the curve, or stands for itself."""
@@ -90,8 +87,7 @@ class Curve:
         members = _shares((1 + r) * self.family.shapes - self.log_loads)
         fell = ~self.on_curve & (self.log_smooth == self.log_measured)
         weights = _weights(self.family, log_throughput, self.noise, self.on_curve)
-        own = _shares((1 + r) * log_throughput - self.log_loads)
-        return np.where(fell, 0.0, (weights @ members) ** (1 - _OWN_SHARE) * own**_OWN_SHARE)
+        return np.where(fell, 0.0, weights @ members)
 
     def resampled(self, rng: np.random.Generator, num_samples: int) -> FloatArray:
         """Log throughputs of ladders that could as well have been measured: (samples, stages)."""

@@ -33,7 +33,7 @@ DEFAULT_R = 4.5
 
 FEWEST_STAGES = 5
 TIE = 0.03
-"""Powers closer than this are equal, and the smaller load is taken: it exposes less."""
+"""Expected powers closer than this are equal; the stages' own figures decide between them."""
 
 _PAST_POWER = 0.6
 _POISSON_Z = 1.96
@@ -211,12 +211,17 @@ def _curve_of(points: list[LadderPoint]) -> Curve:
 
 
 def _best_index(curve: Curve, r: float) -> int:
-    return int(_best_indices(curve.power(r, curve.log_measured[None, :]))[0])
+    return int(_best_indices(curve, r, curve.log_measured[None, :])[0])
 
 
-def _best_indices(power: FloatArray) -> npt.NDArray[np.intp]:
-    first: npt.NDArray[np.intp] = np.argmax(power >= (1 - TIE) * power.max(axis=1, keepdims=True), axis=1)
-    return first
+def _best_indices(curve: Curve, r: float, log_throughput: FloatArray) -> npt.NDArray[np.intp]:
+    """The stage of most power in each ladder (a row): of those the curve holds equal, the one measured best."""
+    power = curve.power(r, log_throughput)
+    own = (1 + r) * log_throughput - curve.log_loads
+    best: npt.NDArray[np.intp] = np.where(power >= (1 - TIE) * power.max(axis=1, keepdims=True), own, -np.inf).argmax(
+        axis=1
+    )
+    return best
 
 
 def _last_without_preemptions(points: list[LadderPoint]) -> int:
@@ -252,7 +257,7 @@ def _interval(
 ) -> tuple[float, float]:
     """The middle 95 % of the knees of resampled ladders, the answer included."""
     ladders = curve.resampled(np.random.default_rng(seed), max(1, num_bootstrap))
-    answers = np.minimum(_best_indices(curve.power(r, ladders)), limit)
+    answers = np.minimum(_best_indices(curve, r, ladders), limit)
     low, high = np.quantile(answers, (0.025, 0.975), method="nearest")
     return points[min(int(low), answer)].load, points[max(int(high), answer)].load
 

@@ -71,6 +71,20 @@ def test_unknown_and_unproven_points_are_never_on_the_front() -> None:
     assert [point.stage for point in pareto_front([_trial(unknown, unproven, invalid, good), confirmed, failed])] == [7]
 
 
+def test_ties_never_close_a_circle() -> None:
+    """Overlap is not transitive: three points that each look better than the next do not empty the front."""
+
+    def figure(value: float, low: float, high: float) -> Estimate:
+        return Estimate(value=value, low=low, high=high, num_samples=99)
+
+    high, low, wide = figure(10, 9.9, 10.1), figure(9, 8.9, 9.1), figure(9.5, 8.5, 10.5)
+    figures = ((high, wide, high), (low, low, wide), (wide, high, low))
+    names = ("output_throughput", "ttft_p95_ms", "itl_p95_ms")
+    stages = [records.stage(CONFIG, 8).model_copy(update=dict(zip(names, row, strict=True))) for row in figures]
+
+    assert pareto_front([_trial(*stages)])
+
+
 coordinates = st.sampled_from([1.0, 1.1, 1.3, 2.0, 5.0])
 
 
