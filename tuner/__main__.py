@@ -34,9 +34,6 @@ def main() -> None:
         for line in str(error).splitlines():
             typer.echo(f"error: {line}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("interrupted: the engine was stopped; finished trials are kept in the run directory", err=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -129,17 +129,21 @@ def _shown(value: object) -> str:
 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> set[str]:
     """Names of the fields that may stand at `path`, following nested models, unions and mappings."""
-    candidates: list[Any] = [model]
+    candidates = [model]
     for part in path:
-        below: list[Any] = []
-        for candidate in candidates:
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                if part in candidate.model_fields:
-                    below += _models_in(candidate.model_fields[str(part)].annotation)
-                else:  # the tag of a discriminated union stands in the path without being a key
-                    below.append(candidate)
-        candidates = below
+        below = [each for candidate in candidates for each in _below(candidate, part)]
+        # The tag of a discriminated union, or an index, stands in the path without being a key.
+        candidates = below or [each for each in candidates if part in _tags(each)] or candidates
     return {name for candidate in candidates for name in candidate.model_fields}
+
+
+def _below(model: type[BaseModel], part: int | str) -> list[type[BaseModel]]:
+    field = model.model_fields.get(str(part))
+    return [] if field is None else _models_in(field.annotation)
+
+
+def _tags(model: type[BaseModel]) -> set[object]:
+    return {value for field in model.model_fields.values() for value in get_args(field.annotation)}
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

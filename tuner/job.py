@@ -104,6 +104,9 @@ class TuningJob(Record):
     def _something_to_search(self) -> TuningJob:
         if all(len(self.search_space.choices(name)) == 1 for name in SEARCHED):
             raise ValueError("search_space: every parameter has a single choice, so there is nothing to search")
+        if self.engine.fixed.max_model_len is not None:
+            for workload in (self.workload, self.burst):
+                workload.check_fits(self.engine.fixed.max_model_len)
         return self
 
     def limits(self) -> Slo | None:
@@ -122,7 +125,7 @@ def load_job(path_or_preset: str, overrides: dict[str, object] | None = None) ->
 
     Args:
         path_or_preset: a path ending in .yaml or .yml, or a preset's name.
-        overrides: top-level keys and their new values; mappings are merged key by key.
+        overrides: top-level keys and their new values; of a group such as `budget` only the keys given are replaced.
 
     Raises:
         InputError: naming the file, the key, the value and what would do.
@@ -139,5 +142,5 @@ def _merged(base: dict[str, object], over: dict[str, object]) -> dict[str, objec
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
-        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        result[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
     return result

@@ -9,8 +9,7 @@ from tuner.ladder import Plan
 from tuner.progress import Clock, Watcher
 from tuner.records import EngineConfig, Failed, FailureKind, TimeSplit, TrialRecord, TrialRole
 from tuner.store import RunStore
-from tuner.trial import TrialSpec
-from tuner.workers import WorkerLostError, Workers
+from tuner.trial import TrialRunner, TrialSpec, WorkerLostError
 
 MAX_RETRIES = 2
 """After a failure that says nothing about the config."""
@@ -19,7 +18,9 @@ MAX_RETRIES = 2
 class Launches:
     """Runs trials one after the other and keeps every record. One object a job."""
 
-    def __init__(self, job: TuningJob, store: RunStore, workers: Workers, watcher: Watcher, *, begun_s: float) -> None:
+    def __init__(
+        self, job: TuningJob, store: RunStore, workers: TrialRunner, watcher: Watcher, *, begun_s: float
+    ) -> None:
         """Start counting.
 
         Args:

@@ -53,18 +53,10 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
         trial = launches.run(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
         num_launched += 1
         if trial.outcome.outcome == "measured":
-            slo = slo or _derived(trial)
+            slo = slo or derive_slo(trial.outcome.stages)
             memory = memory or MemoryModel.calibrated(config, trial.outcome.facts)
         _tell(study, proposal, trial, slo)
     return slo
-
-
-def _derived(trial: TrialRecord) -> Slo | None:
-    """Limits from the first ladder that has an unloaded stage; None from one that has not."""
-    try:
-        return derive_slo(trial.outcome.stages) if trial.outcome.outcome == "measured" else None
-    except ValueError:
-        return None
 
 
 def _has_time(job: TuningJob, launches: Launches) -> bool:

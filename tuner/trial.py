@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 import uvloop
 
@@ -16,6 +17,7 @@ from tuner.engines.process import EngineStartError, RunningEngine, free_port, la
 from tuner.job import TuningJob
 from tuner.ladder import LadderStep, Plan, next_step
 from tuner.load.connection import Endpoint
+from tuner.load.workload import WorkloadError
 from tuner.measure.stage import StageSpec, Target, measure_stage
 from tuner.records import (
     EngineConfig,
@@ -37,7 +39,7 @@ BYTE_TOKENS = range(256)
 
 FEWEST_REQUESTS = 20
 REQUESTS_PER_USER = 8
-"""At low load a stage ends with fewer requests than a p95 needs: the throughput curve needs it, no answer stands there."""
+"""At low load a stage ends with fewer requests than a p95 needs: it serves the curve, no answer stands there."""
 
 WARM_UP_TURNS = 1.5
 """A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
@@ -60,6 +62,21 @@ class TrialSpec(Record):
 
 TrialEvent = StageRecord | TrialRecord
 """What a trial reports as it goes: its stages one by one, itself last."""
+
+
+class WorkerLostError(RuntimeError):
+    """The process a trial ran in died under it: this says nothing about the config."""
+
+
+class TrialRunner(Protocol):
+    """Where trials run."""
+
+    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
+        """Run one trial: each stage's record as it ends, then the trial's.
+
+        Raises:
+            WorkerLostError: if the process it ran in dies.
+        """
 
 
 def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
@@ -128,7 +145,14 @@ def _refused(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -
         detail = f"port held by another server: {engine.base_url} serves {reading.model_name!r}; nothing was sent to it"
         return Failed(kind=FailureKind.INFRASTRUCTURE, detail=detail)
     mismatch = builtin.mismatch(spec.config, reading)
-    return None if mismatch is None else Failed(kind=FailureKind.CONFIG_MISMATCH, detail=mismatch)
+    if mismatch is not None:
+        return Failed(kind=FailureKind.CONFIG_MISMATCH, detail=mismatch)
+    try:
+        for workload in (spec.job.workload, spec.job.burst):
+            workload.check_fits(builtin.facts(reading).max_model_len)
+    except WorkloadError as error:
+        return Failed(kind=FailureKind.INVALID_CONFIG, detail=str(error))
+    return None
 
 
 def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Iterator[StageRecord]:
@@ -155,13 +179,15 @@ def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> 
 
 def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:
     measure, index = spec.job.measure, len(stages)
-    turn_s = _turn_s(step.load, stages)
+    workload = spec.job.burst if step.kind is StageKind.BURST else spec.job.workload
+    longer = workload.mean_request_tokens / spec.job.workload.mean_request_tokens
+    turn_s = min(longer * _turn_s(step.load, stages), MAX_TURN_S)
     return StageSpec(
         index=index,
         kind=step.kind,
         load=step.load,
         max_num_seqs=spec.config.max_num_seqs,
-        workload=spec.job.burst if step.kind is StageKind.BURST else spec.job.workload,
+        workload=workload,
         entropy=(spec.job.seed, spec.number, index),
         min_requests=min(measure.min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load)),
         min_s=measure.min_time,
@@ -174,7 +200,7 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
 def _turn_s(load: int, stages: Sequence[StageRecord]) -> float:
     """How long `load` users take to be served once, at the best request rate seen so far; 0 before there is any."""
     rate_rps = max((stage.request_throughput_rps for stage in stages if stage.valid), default=0.0)
-    return min(load / rate_rps, MAX_TURN_S) if rate_rps > 0 else 0.0
+    return load / rate_rps if rate_rps > 0 else 0.0
 
 
 def _outcome(engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]) -> Measured | Failed:

@@ -16,27 +16,27 @@ from tuner.records import EngineConfig, Provenance, Recommendation, RunVerdict, 
 from tuner.search import search
 from tuner.store import RunStore
 from tuner.study import Study
-from tuner.workers import Workers
+from tuner.trial import TrialRunner
 
 BURST_FACTOR = 2
 """The burst's load, in knees."""
 
 
-def run_tuning(job: TuningJob, store: RunStore, provenance: Provenance, watcher: Watcher) -> Recommendation:
-    """Run `job` and write everything it measures and decides into `store`.
+def run_tuning(
+    job: TuningJob, store: RunStore, provenance: Provenance, workers: TrialRunner, watcher: Watcher
+) -> Recommendation:
+    """Run `job` on `workers` and write everything it measures and decides into `store`.
 
     Returns:
         The answer, also where it is that there is none: the verdict says why.
     """
     begun_s = time.perf_counter()
     defaults = job.config(default_values(job))
-    with Workers() as workers:
-        launches = Launches(job, store, workers, watcher, begun_s=begun_s)
-        slo = search(job, Study(job.search_space, store.path / "study.journal", seed=job.seed), launches)
-        if slo is not None:
-            store.write_slo(slo)
-        recommendation = _decide(job, store, launches, slo, defaults, provenance)
-    recommendation = recommendation.model_copy(update={"time": launches.time_split()})
+    launches = Launches(job, store, workers, watcher, begun_s=begun_s)
+    slo = search(job, Study(job.search_space, store.path / "study.journal", seed=job.seed), launches)
+    if slo is not None:
+        store.write_slo(slo)
+    recommendation = _decide(job, store, launches, slo, defaults, provenance)
     store.write_tables(launches.trials)
     store.write_recommendation(recommendation)
     return recommendation

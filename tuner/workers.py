@@ -6,6 +6,7 @@ study and the run directory, stays the only one that decides.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from types import TracebackType
@@ -17,12 +18,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 
-from tuner.inputs import InputError
-from tuner.trial import TrialEvent, TrialSpec, run_trial
-
-
-class WorkerLostError(RuntimeError):
-    """The worker's process died under a trial: this says nothing about the config."""
+from tuner.trial import TrialEvent, TrialSpec, WorkerLostError, run_trial
 
 
 class Workers:
@@ -32,9 +28,6 @@ class Workers:
         self._worker: ray.actor.ActorHandle | None = None
 
     def __enter__(self) -> Self:
-        if ray.is_initialized():
-            raise InputError("Ray is already running in this process; kneetune starts an instance of its own")
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, configure_logging=False, num_cpus=1)
         return self
 
     def __exit__(
@@ -50,6 +43,7 @@ class Workers:
             WorkerLostError: if the worker's process dies; the next trial gets a new one.
         """
         if self._worker is None:
+            _start_ray()
             self._worker = ray.remote(num_cpus=1, max_restarts=0)(_Worker).remote()
         try:
             for reference in self._worker.run.remote(spec):
@@ -65,6 +59,20 @@ class Workers:
         if self._worker is not None:
             ray.kill(self._worker)
             self._worker = None
+
+
+def _start_ray() -> None:
+    """Start an instance of our own, once; nothing of it listens beyond this machine."""
+    if not ray.is_initialized():
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            num_cpus=1,
+            _node_ip_address="127.0.0.1",
+        )
 
 
 class _Worker:

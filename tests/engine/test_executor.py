@@ -73,8 +73,8 @@ def test_every_byte_of_the_budget_is_accounted_for(executor: TorchExecutor) -> N
     assert executor._kv_cache.nbytes == kv_bytes
     assert executor._kv_cache.shape[2] == resolved.num_gpu_blocks
     assert memory.kv_cache_bytes - resolved.kv_block_bytes < kv_bytes <= memory.kv_cache_bytes
-    assert resolved.kv_block_bytes == 16 * 8 * 2 * 4 * 32 * 4
-    assert memory.weights_bytes == 4 * 6_429_952
+    assert resolved.kv_block_bytes == 16 * 4 * 2 * 2 * 64 * 4
+    assert memory.weights_bytes == 4 * 5_313_920
     assert 0 < memory.activation_peak_bytes < 8 * MIB
 
 
@@ -165,8 +165,8 @@ def test_the_dtype_asked_for_is_the_dtype_in_force(dtype: str, expected: str) ->
     size = 4 if expected == "float32" else 2
 
     assert executor.resolved.dtype == expected
-    assert executor.resolved.kv_block_bytes == 16 * 8 * 2 * 4 * 32 * size
-    assert executor.resolved.memory.weights_bytes == size * 6_429_952
+    assert executor.resolved.kv_block_bytes == 16 * 4 * 2 * 2 * 64 * size
+    assert executor.resolved.memory.weights_bytes == size * 5_313_920
     assert 0 <= _generate(executor, (1, 2, 3), 2, GREEDY)[1] < 512
 
 
@@ -193,11 +193,11 @@ def test_a_share_without_room_for_one_request_is_refused() -> None:
 def test_overridden_blocks_are_used_and_warned_of() -> None:
     """Tests and rehearsals get the cache they ask for, and hear what it cannot hold."""
     few = TorchExecutor(_config(num_gpu_blocks_override=5))
-    many = TorchExecutor(_config(num_gpu_blocks_override=400))
+    many = TorchExecutor(_config(num_gpu_blocks_override=800))
 
     assert few._kv_cache.shape[2] == few.resolved.num_gpu_blocks == 5
     assert "num_gpu_blocks_override=5 is below the 8 blocks" in few.resolved.warnings[0]
-    assert "num_gpu_blocks_override=400 is above the" in many.resolved.warnings[0]
+    assert "num_gpu_blocks_override=800 is above the" in many.resolved.warnings[0]
 
 
 def test_a_budget_no_step_can_reach_is_warned_of() -> None:

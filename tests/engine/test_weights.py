@@ -34,7 +34,7 @@ def test_tied_weights_are_counted_once() -> None:
     weights = _made_up(0)
 
     assert weights.lm_head is weights.embedding
-    assert weights.num_bytes() == 4 * 6_429_952
+    assert weights.num_bytes() == 4 * 5_313_920
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -103,6 +103,15 @@ def test_a_resolved_job_reads_back_as_itself() -> None:
     assert TuningJob.model_validate(job.model_dump(mode="json")) == job
 
 
+def test_the_hint_fits_the_kind_that_was_chosen() -> None:
+    """A key of another kind of length is not offered: only what this kind takes."""
+    data = _job_data() | {
+        "burst": {"input_len": {"kind": "fixed", "tokns": 3}, "output_len": {"kind": "fixed", "tokens": 3}}
+    }
+    with pytest.raises(InputError, match=r"did you mean 'tokens'\? Known: kind, tokens$"):
+        validated(TuningJob, data, where="job.yaml")
+
+
 def test_lists_and_nested_models_are_searched_for_known_keys() -> None:
     """The hint also works inside lists of models."""
 

@@ -84,10 +84,17 @@ def test_a_plan_lists_the_impossible() -> None:
     assert all("max_num_batched_tokens=64 is below" in reason for reason in impossible)
 
 
+def test_a_workload_longer_than_the_model_is_refused_before_anything_starts() -> None:
+    """Both lengths are named, and no engine is launched to find out."""
+    with pytest.raises(InputError, match=r"200 tokens.*max_model_len=100"):
+        load_job("embedded", {"engine": {"fixed": {"max_model_len": 100}}})
+
+
 def test_the_first_two_settings() -> None:
     """The engine's defaults come first, the cautious start second, cut to what requests can use."""
-    job = load_job("embedded", {"engine": {"fixed": {"max_model_len": 32}}})
+    tiny = {"input_len": {"kind": "fixed", "tokens": 4}, "output_len": {"kind": "fixed", "tokens": 4}}
+    job = load_job("embedded", {"engine": {"fixed": {"max_model_len": 8}}, "workload": tiny, "burst": tiny})
     assert default_values(job) == SearchedValues(
         max_num_seqs=128, max_num_batched_tokens=2048, gpu_memory_utilization=0.92
     )
-    assert cautious_values(job).max_num_batched_tokens == 16 * 32
+    assert cautious_values(job).max_num_batched_tokens == 16 * 8

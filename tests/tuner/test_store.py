@@ -53,7 +53,7 @@ def test_no_run_and_no_answer_are_said_by_name(tmp_path: Path) -> None:
 
 
 def test_tables_have_a_row_a_launch_and_a_row_a_stage(tmp_path: Path) -> None:
-    """pandas users find every figure without parsing JSON."""
+    """Pandas users find every figure without parsing JSON."""
     store, run = _store(tmp_path), resolved_run()
     store.write_tables(run.trials)
     trials = pd.read_parquet(store.path / "trials.parquet")

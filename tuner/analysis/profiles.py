@@ -159,6 +159,7 @@ def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo)
     usage = stage.kv_cache_usage_peak
     over = violations(stage, slo)
     failures = [
+        (not stage.valid, f"the stage is invalid: {'; '.join(stage.invalid_reasons)}"),
         (stage.num_preemptions is None, "preemptions are unknown"),
         ((stage.num_preemptions or 0) > 0, f"{stage.num_preemptions} preemptions"),
         (stage.num_failed > 0, f"{stage.num_failed} requests failed: {stage.first_error}"),

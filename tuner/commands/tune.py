@@ -59,12 +59,18 @@ def tune(
 
 
 def _run(job: TuningJob, runs: Path, *, as_json: bool) -> RunVerdict:
-    from tuner.tuning import run_tuning  # imports ray and optuna, which --help and --dry-run need not wait for
+    # These import ray and optuna, which --help and --dry-run need not wait for.
+    from tuner.tuning import run_tuning
+    from tuner.workers import Workers
 
     origin = provenance(job)
     store = RunStore.create(runs, job, origin)
-    watcher = PlainWatcher()
-    recommendation = run_tuning(job, store, origin, watcher)
+    try:
+        with Workers() as workers:
+            recommendation = run_tuning(job, store, origin, workers, PlainWatcher())
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: the engine is stopped, the trials that ended are kept in {store.path}", err=True)
+        raise typer.Exit(130) from None
     write_exports(store, EVERY_FORMAT, store.path / "export")
     write_run_report(store)
     print_answer(recommendation, store.path, as_json=as_json)

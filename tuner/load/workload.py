@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
+
+from tuner.inputs import read_preset, validated
+from tuner.records import Record
 
 _HASH_DIGITS = 12
 
 
 class WorkloadError(ValueError):
-    """A workload that does not exist, cannot be read, or cannot be served; the message holds the values."""
+    """A workload the engine cannot serve whole; the message holds both lengths."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Fixed(_Frozen):
+class Fixed(Record):
     """Every length is the same."""
 
     kind: Literal["fixed"]
@@ -35,12 +31,17 @@ class Fixed(_Frozen):
         """The largest length this can draw. Unit: tokens."""
         return self.tokens
 
+    @property
+    def mean(self) -> float:
+        """The mean length. Unit: tokens."""
+        return float(self.tokens)
+
     def draw(self, rng: np.random.Generator) -> int:  # noqa: ARG002 - same signature as its siblings
         """One length. Unit: tokens."""
         return self.tokens
 
 
-class Uniform(_Frozen):
+class Uniform(Record):
     """Whole lengths from `low` to `high`, both included, equally likely."""
 
     kind: Literal["uniform"]
@@ -58,6 +59,11 @@ class Uniform(_Frozen):
         """The largest length this can draw. Unit: tokens."""
         return self.high
 
+    @property
+    def mean(self) -> float:
+        """The mean length. Unit: tokens."""
+        return (self.low + self.high) / 2
+
     def draw(self, rng: np.random.Generator) -> int:
         """One length. Unit: tokens."""
         return int(rng.integers(self.low, self.high, endpoint=True))
@@ -66,11 +72,11 @@ class Uniform(_Frozen):
 Length = Annotated[Fixed | Uniform, Field(discriminator="kind")]
 
 
-class Workload(_Frozen):
+class Workload(Record):
     """What each request looks like. Two workloads of one hash send the same kind of load."""
 
-    name: str
-    why: str
+    name: str = "custom"
+    why: str = "written out in the job"
     """Who sends such requests, and what they are good for in a tuning job."""
 
     input_len: Length
@@ -89,6 +95,11 @@ class Workload(_Frozen):
     def longest_request_tokens(self) -> int:
         """Prompt and output of the longest request this can draw. Unit: tokens."""
         return self.input_len.longest + self.output_len.longest
+
+    @property
+    def mean_request_tokens(self) -> float:
+        """Prompt and output of the mean request. Unit: tokens."""
+        return self.input_len.mean + self.output_len.mean
 
     def check_fits(self, max_model_len: int) -> None:
         """Refuse a workload the engine cannot serve whole.
@@ -146,39 +157,14 @@ def _draw_requests(workload: Workload, token_ids: range, rng: np.random.Generato
         index += 1
 
 
-def known_workloads() -> list[str]:
-    """Names of the presets that ship with us, sorted."""
-    folder = resources.files("search_spaces") / "workloads"
-    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
-
-
-def load_workload(name_or_mapping: str | Mapping[str, Any]) -> Workload:
+def load_workload(name_or_mapping: str | Mapping[str, object]) -> Workload:
     """A preset by its name, or a workload written out as a mapping (`name` and `why` may be left out there).
 
     Raises:
-        WorkloadError: for an unknown preset (naming the nearest and all known) or a mapping that says something wrong.
+        InputError: for an unknown preset (naming the nearest and all known) or a mapping that says something wrong.
     """
     if isinstance(name_or_mapping, str):
-        name = name_or_mapping
-        known = known_workloads()
-        if name not in known:
-            raise WorkloadError(f"workload {name!r} is not known{_nearest(name, known)}; known: {', '.join(known)}")
-        text = (resources.files("search_spaces") / "workloads" / f"{name}.yaml").read_text(encoding="utf-8")
-        return _from_mapping({"name": name, **yaml.safe_load(text)})
-    return _from_mapping({"name": "custom", "why": "written out in the job", **name_or_mapping})
-
-
-def _from_mapping(mapping: Mapping[str, Any]) -> Workload:
-    known = list(Workload.model_fields)
-    for key in mapping:
-        if key not in known:
-            raise WorkloadError(f"workload key {key!r} is not known{_nearest(key, known)}; known: {', '.join(known)}")
-    try:
-        return Workload.model_validate(mapping)
-    except ValidationError as error:
-        raise WorkloadError(f"workload {mapping['name']}: {error}") from error
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.3)
-    return f", did you mean {close[0]!r}" if close else ""
+        preset = read_preset("workloads", name_or_mapping)
+        data = {"name": name_or_mapping, **preset} if isinstance(preset, dict) else preset
+        return validated(Workload, data, where=f"workload {name_or_mapping!r}")
+    return validated(Workload, name_or_mapping, where="workload")

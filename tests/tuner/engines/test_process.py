@@ -37,7 +37,7 @@ print(child.pid, flush=True)
 )
 
 
-def _launch(script: str, directory: Path, *, timeout_s: float = 20.0):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _launch(script: str, directory: Path, *, timeout_s: float = 20.0):  # type: ignore[no-untyped-def]
     port = free_port()
     return launched(
         [sys.executable, "-c", script, str(port)],
@@ -110,7 +110,7 @@ def test_an_engine_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
 
 
 def test_an_engine_dies_with_the_process_that_launched_it(tmp_path: Path) -> None:
-    """kill -9 of the worker leaves no engine on the device."""
+    """Kill -9 of the worker leaves no engine on the device."""
     (tmp_path / "engine").mkdir()
     (tmp_path / "healthy.py").write_text(HEALTHY)
     launcher = f"""

@@ -1,0 +1,70 @@
+"""Workers that launch nothing: stages come from the curve of `tests/fakes/records.py`, failures from a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tests.fakes.records import facts, stage
+from tuner.ladder import next_step
+from tuner.records import Failed, Measured, RequestRecord, StageRecord, TrialRecord
+from tuner.store import write_requests
+from tuner.trial import TrialEvent, TrialSpec, WorkerLostError
+
+Rule = Callable[[TrialSpec], Failed | None]
+"""Says whether and how a launch fails."""
+
+Reshape = Callable[[StageRecord], StageRecord]
+"""Changes a stage the curve made."""
+
+
+class FakeWorkers:
+    """Runs trials the way `Workers` does, without Ray and without an engine."""
+
+    def __init__(self, *, fails: Rule = lambda _: None, reshape: Reshape = lambda made: made, lost: int = 0) -> None:
+        """A pool.
+
+        Args:
+            lost: how many of the first runs end with a dead worker.
+        """
+        self.launched: list[TrialSpec] = []
+        self._fails = fails
+        self._reshape = reshape
+        self._lost = lost
+
+    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
+        """A trial's stages, then the trial."""
+        self.launched.append(spec)
+        if len(self.launched) <= self._lost:
+            raise WorkerLostError("killed for memory")
+        failed = self._fails(spec)
+        stages: list[StageRecord] = []
+        if failed is None:
+            while (step := next_step(spec.plan, stages)) is not None:
+                made = stage(spec.config, step.load, index=len(stages), kind=step.kind)
+                stages.append(self._reshape(made))
+                yield stages[-1]
+            write_requests(spec.directory, [(each, [_request()]) for each in stages])
+        outcome = failed or Measured(facts=facts(spec.config), stages=tuple(stages))
+        yield TrialRecord(
+            number=spec.number,
+            role=spec.role,
+            config=spec.config,
+            origin=spec.origin,
+            outcome=outcome,
+            start_s=1.0,
+            measure_s=sum(each.wall_s for each in stages),
+            wall_s=2.0,
+        )
+
+
+def _request() -> RequestRecord:
+    return RequestRecord(
+        index=0,
+        intended_s=0.0,
+        sent_s=0.0,
+        first_token_s=0.02,
+        finished_s=0.3,
+        num_prompt_tokens=64,
+        num_output_tokens=32,
+        asked_output_tokens=32,
+    )

@@ -1,0 +1,136 @@
+"""A trial on the real engine: launched, measured over HTTP, stopped, whatever happens to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tuner.job import load_job
+from tuner.ladder import FixedSteps, LadderStep
+from tuner.records import EngineConfig, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.trial import TrialSpec, run_trial
+
+QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "1500ms", "max_warm_up": "1500ms", "precision": 0.3}
+
+
+def _spec(directory: Path, plan: FixedSteps, *, over: dict[str, object] | None = None, **config: object) -> TrialSpec:
+    job = load_job("embedded", {"measure": QUICK, **(over or {})})
+    values = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.6, "max_model_len": 2048}
+    return TrialSpec(
+        number=3,
+        role=TrialRole.STUDY,
+        config=EngineConfig.model_validate(values | config),
+        origin="sampler",
+        job=job,
+        plan=plan,
+        directory=directory,
+    )
+
+
+def _steps(*loads: int, kind: StageKind = StageKind.LADDER) -> FixedSteps:
+    return FixedSteps(steps=tuple(LadderStep(kind=kind, load=load) for load in loads))
+
+
+def _run(spec: TrialSpec) -> tuple[list[StageRecord], TrialRecord]:
+    *stages, trial = list(run_trial(spec))
+    assert isinstance(trial, TrialRecord)
+    return [stage for stage in stages if isinstance(stage, StageRecord)], trial
+
+
+def _engine_is_gone(directory: Path) -> bool:
+    identity = json.loads((directory / "process.json").read_text())
+    try:
+        return psutil.Process(identity["pid"]).create_time() != identity["create_time"]
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_trial_measures_the_engine_it_launched_and_leaves_nothing_running(tmp_path: Path) -> None:
+    """Figures come from a real process over real HTTP, with its memory and its counters, and it is gone afterwards."""
+    stages, trial = _run(_spec(tmp_path, _steps(1, 4)))
+
+    assert isinstance(trial.outcome, Measured)
+    assert [stage.load for stage in stages] == [1, 4]
+    assert tuple(stages) == trial.outcome.stages
+    for stage in stages:
+        assert stage.num_completed > 0
+        assert stage.num_failed == 0
+        assert stage.output_throughput.value > 0
+        assert stage.num_preemptions == 0
+        assert stage.kv_cache_usage_peak is not None
+        assert stage.memory.in_use_peak_bytes is not None
+        assert stage.memory.reserved_bytes is not None
+        assert stage.memory.in_use_peak_bytes < stage.memory.reserved_bytes
+    assert trial.outcome.facts.max_model_len == 2048
+    assert trial.start_s > 0
+    assert _engine_is_gone(tmp_path)
+    assert len((tmp_path / "stages.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "requests.parquet").is_file()
+
+
+def test_a_small_share_under_overload_preempts_and_the_record_says_so(tmp_path: Path) -> None:
+    """Preemptions are the engine's own counter over the measured window, not a guess."""
+    long_outputs = {"input_len": {"kind": "fixed", "tokens": 32}, "output_len": {"kind": "fixed", "tokens": 96}}
+    spec = _spec(
+        tmp_path,
+        _steps(64, kind=StageKind.OVERLOAD),
+        over={"workload": long_outputs, "burst": long_outputs, "engine": {"device_memory": "64M", "fixed": {}}},
+        max_num_seqs=32,
+        max_num_batched_tokens=64,
+        gpu_memory_utilization=0.46,
+        max_model_len=192,
+    )
+    stages, _ = _run(spec)
+
+    assert stages[0].num_preemptions is not None
+    assert stages[0].num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "told"),
+    [
+        ({"gpu_memory_utilization": 0.2}, FailureKind.NO_KV_MEMORY, "0.2"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, FailureKind.INVALID_CONFIG, "32"),
+        ({"max_model_len": 4096}, FailureKind.INVALID_CONFIG, "4096"),
+        ({"enable_prefix_caching": True}, FailureKind.INVALID_CONFIG, "prefix caching"),
+    ],
+)
+def test_an_engine_that_refuses_to_start_is_a_failed_trial_with_its_reason(
+    tmp_path: Path, config: dict[str, object], kind: FailureKind, told: str
+) -> None:
+    """No request is sent, the kind and the decisive line are on record, and the study can go on."""
+    stages, trial = _run(_spec(tmp_path, _steps(1), **config))
+
+    assert stages == []
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is kind
+    assert told in trial.outcome.detail
+    assert _engine_is_gone(tmp_path)
+
+
+def test_a_model_that_is_not_there_is_a_failed_trial(tmp_path: Path) -> None:
+    """A wrong path costs a second a trial and says which path."""
+    _, trial = _run(_spec(tmp_path, _steps(1), over={"model": "/nowhere/model"}))
+
+    assert isinstance(trial.outcome, Failed)
+    assert "/nowhere/model" in trial.outcome.detail
+
+
+def test_an_engine_killed_while_measured_is_a_crash_with_the_stages_before_it_kept(tmp_path: Path) -> None:
+    """A dead server is noticed at once; what it answered before is on disk, and is no result."""
+    events = run_trial(_spec(tmp_path, _steps(1, 2, 4)))
+    first = next(events)
+    assert isinstance(first, StageRecord)
+    os.kill(json.loads((tmp_path / "process.json").read_text())["pid"], signal.SIGKILL)
+    *_, last = list(events)
+
+    assert isinstance(last, TrialRecord)
+    assert isinstance(last.outcome, Failed)
+    assert last.outcome.kind is FailureKind.CRASHED
+    assert len((tmp_path / "stages.jsonl").read_text().splitlines()) >= 1
+    assert _engine_is_gone(tmp_path)

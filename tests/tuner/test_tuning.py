@@ -1,0 +1,212 @@
+"""A job ends with an answer that its measurements carry, or says why there is none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from tests.fakes.records import estimate, resolved_run
+from tests.fakes.workers import FakeWorkers, Reshape, Rule
+from tuner.job import load_job
+from tuner.progress import Clock
+from tuner.records import (
+    EngineConfig,
+    Failed,
+    FailureKind,
+    Recommendation,
+    RunVerdict,
+    StageKind,
+    StageRecord,
+    TrialRecord,
+    TrialRole,
+)
+from tuner.store import RunStore
+from tuner.tuning import run_tuning
+
+
+class _Silent:
+    def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
+        """Nothing."""
+
+    def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:
+        """Nothing."""
+
+    def trial_ended(self, trial: TrialRecord, clock: Clock) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+def _run(
+    tmp_path: Path,
+    *,
+    fails: Rule = lambda _: None,
+    reshape: Reshape = lambda made: made,
+    lost: int = 0,
+    over: dict[str, object] | None = None,
+) -> tuple[Recommendation, RunStore, FakeWorkers]:
+    job = load_job("embedded", over)
+    origin = resolved_run().recommendation.provenance
+    store = RunStore.create(tmp_path, job, origin)
+    workers = FakeWorkers(fails=fails, reshape=reshape, lost=lost)
+    return run_tuning(job, store, origin, workers, _Silent()), store, workers
+
+
+def _saturating(made: StageRecord) -> StageRecord:
+    """The curve 2000 N / (5 + N), its knee near 22, latencies in proportion."""
+    running = min(made.load, 128 if not made.fenced else made.load // 2)
+    throughput = 2000 * running / (5 + running)
+    return made.model_copy(
+        update={
+            "output_throughput": estimate(throughput, spread=0.02),
+            "ttft_p95_ms": estimate(10.0 + made.load),
+            "itl_p95_ms": estimate(4.0 + running),
+            "num_preemptions": 0,
+            "kv_cache_usage_peak": 0.3,
+        }
+    )
+
+
+def test_the_defaults_are_trial_0_and_the_cautious_start_trial_1(tmp_path: Path) -> None:
+    """Every gain is a gain over what the engine does by itself, measured in this very run."""
+    _, store, _ = _run(tmp_path, reshape=_saturating)
+    first, second = store.trials()[:2]
+    assert (first.origin, first.config.max_num_seqs, first.config.max_num_batched_tokens) == ("defaults", 128, 2048)
+    assert second.origin == "cautious_start"
+
+
+def test_production_stands_left_of_the_knee_and_is_confirmed_beside_the_defaults(tmp_path: Path) -> None:
+    """The reported figures are those of launches made after the choice, in turn with the defaults."""
+    answer, store, _ = _run(tmp_path, reshape=_saturating)
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.knee is not None
+    assert answer.knee.load is not None
+    assert answer.production is not None
+    assert answer.production.config.max_num_seqs == answer.production.operating_point.load < answer.knee.load
+    roles = [trial.role for trial in store.trials() if trial.role is not TrialRole.STUDY]
+    assert roles[:4] == [TrialRole.CONFIRM_PRODUCTION, TrialRole.CONFIRM_BASELINE] * 2
+    assert answer.baseline is not None
+    assert answer.baseline.throughput_gain is not None
+    assert math.isclose(answer.baseline.throughput_gain.value, 1.0, abs_tol=0.01)
+
+
+def test_protective_is_below_production_and_was_tried_with_the_burst(tmp_path: Path) -> None:
+    """The fallback is never a guess: lower somewhere, higher nowhere, hit at twice the knee's load."""
+    answer, store, _ = _run(tmp_path, reshape=_saturating)
+    assert answer.production is not None
+    assert answer.protective is not None
+    assert answer.knee is not None
+    high, low = answer.production.config, answer.protective.config
+    assert low.max_num_seqs <= high.max_num_seqs
+    assert low.max_num_batched_tokens <= high.max_num_batched_tokens
+    assert low.gpu_memory_utilization <= high.gpu_memory_utilization
+    assert (
+        low.max_num_seqs <= 0.8 * high.max_num_seqs or low.max_num_batched_tokens <= 0.8 * high.max_num_batched_tokens
+    )
+    assert answer.protective.burst is not None
+    assert answer.protective.burst.load == math.ceil(2 * (answer.knee.load or 0))
+    assert store.trials()[-1].role is TrialRole.CONFIRM_PROTECTIVE
+
+
+def test_a_selection_never_reports_the_figure_it_was_won_with(tmp_path: Path) -> None:
+    """A lucky stage is re-measured: what it really gives is what the user reads."""
+
+    def lucky(made: StageRecord) -> StageRecord:
+        made = _saturating(made)
+        again = made.kind in (StageKind.OPERATING, StageKind.DOUBLE)
+        return made.model_copy(update={"output_throughput": estimate(500.0)}) if again else made
+
+    answer, _, _ = _run(tmp_path, reshape=lucky)
+    assert answer.production is not None
+    assert answer.production.operating_point.output_throughput.value == 500.0
+
+
+def test_limits_nobody_meets_name_the_trial_that_comes_closest_and_export_no_production(tmp_path: Path) -> None:
+    """An SLO out of reach is said with the least violating trial; nothing is deployed by mistake."""
+    answer, _, _ = _run(tmp_path, reshape=_saturating, over={"slo": {"ttft_p95": "1ms", "itl_p95": "1ms"}})
+    assert answer.verdict is RunVerdict.SLO_INFEASIBLE
+    assert answer.production is None
+    assert answer.least_violating_trial is not None
+    assert f"trial {answer.least_violating_trial}" in answer.reason
+    assert answer.protective is not None
+
+
+def test_every_trial_failing_is_an_answer_too(tmp_path: Path) -> None:
+    """A model that never starts ends in `no_feasible_config` with the kinds of failure, not in a traceback."""
+    answer, store, workers = _run(
+        tmp_path, fails=lambda _: Failed(kind=FailureKind.OOM_STARTUP, detail="24 of 22 GiB free")
+    )
+    assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
+    assert "oom_startup" in answer.reason
+    assert (answer.production, answer.protective, answer.slo is None) == (None, None, False)
+    assert len(workers.launched) == len(store.trials()) == 9
+
+
+def test_one_failing_setting_does_not_stop_the_study(tmp_path: Path) -> None:
+    """A crash is a row with its reason, and the search goes on."""
+
+    def fails(spec):  # type: ignore[no-untyped-def]
+        crashed = Failed(kind=FailureKind.CRASHED, detail="exit code 7")
+        return crashed if spec.role is TrialRole.STUDY and spec.number in (0, 3) else None
+
+    answer, store, _ = _run(tmp_path, reshape=_saturating, fails=fails)
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.num_failed == 2
+    failed = [trial.number for trial in store.trials() if trial.outcome.outcome == "failed"]
+    assert failed == [0, 3]
+
+
+def test_a_lost_worker_says_nothing_about_the_setting(tmp_path: Path) -> None:
+    """The defaults are tried again after the machinery failed, twice at the most."""
+    answer, store, _ = _run(tmp_path, reshape=_saturating, lost=2)
+    first = store.trials()[:3]
+    assert [trial.config for trial in first] == [first[0].config] * 3
+    kinds = [trial.outcome.kind for trial in first if trial.outcome.outcome == "failed"]
+    assert kinds == [FailureKind.INFRASTRUCTURE] * 2
+    assert answer.verdict is RunVerdict.RESOLVED
+
+
+def test_without_limits_they_are_derived_from_the_unloaded_defaults_and_marked(tmp_path: Path) -> None:
+    """A user who names no SLO gets one that is said to be derived."""
+    answer, store, _ = _run(tmp_path, reshape=_saturating, over={"slo": None})
+    assert answer.slo is not None
+    assert answer.slo.derived
+    assert (store.path / "slo.json").is_file()
+
+
+def test_every_trial_is_on_disk_with_numbers_without_holes(tmp_path: Path) -> None:
+    """What was launched can be read back, one directory a launch."""
+    answer, store, workers = _run(tmp_path, reshape=_saturating)
+    trials = store.trials()
+    assert [trial.number for trial in trials] == list(range(len(trials)))
+    assert answer.num_trials == len(trials) >= len(workers.launched)
+    assert {"trials.parquet", "stages.parquet", "recommendation.json", "job.yaml"} <= {
+        file.name for file in store.path.iterdir()
+    }
+
+
+def test_settings_without_room_for_one_request_are_not_launched(tmp_path: Path) -> None:
+    """What the first launch taught about memory spares the hopeless launches; they are recorded as refused."""
+    space: dict[str, object] = {
+        "parameters": {"gpu_memory_utilization": {"choices": [0.01, 0.92], "unit": "share", "why": "to the floor"}}
+    }
+    over = {"search_space": _space(space), "budget": {"trials": 14}}
+    _, store, workers = _run(tmp_path, reshape=_saturating, over=over)
+    refused = [trial for trial in store.trials() if not trial.launched]
+    assert refused
+    assert all(trial.config.gpu_memory_utilization == 0.01 for trial in refused)
+    assert all(spec.config.gpu_memory_utilization > 0.01 for spec in workers.launched)
+    assert all(
+        "refused before launch" in trial.outcome.detail for trial in refused if trial.outcome.outcome == "failed"
+    )
+
+
+def _space(over: dict[str, object]) -> dict[str, object]:
+    from tuner.space import load_space
+
+    space = load_space("cpu").model_dump(mode="json")
+    changes = over["parameters"]
+    assert isinstance(changes, dict)
+    space["parameters"] |= changes
+    return space
