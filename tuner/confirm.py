@@ -13,11 +13,16 @@ from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
 from tuner.planning import MAX_PROTECTIVE_LAUNCHES
-from tuner.records import EngineConfig, Slo, StageKind, TrialRecord, TrialRole
+from tuner.records import EngineConfig, Slo, StageKind, TrialRole
 from tuner.store import RunStore, read_requests
 
-ROUNDS = 2
-"""Launches of production and of the defaults, in turn: what changes on the machine meanwhile meets both."""
+ORDER = (
+    TrialRole.CONFIRM_PRODUCTION,
+    TrialRole.CONFIRM_BASELINE,
+    TrialRole.CONFIRM_BASELINE,
+    TrialRole.CONFIRM_PRODUCTION,
+)
+"""Launches in turn and back: what drifts on the machine meanwhile meets both alike."""
 
 
 def confirm_production(choice: ProductionChoice, defaults: EngineConfig, launches: Launches) -> ConfirmedPair:
@@ -26,13 +31,19 @@ def confirm_production(choice: ProductionChoice, defaults: EngineConfig, launche
     plan = FixedSteps(
         steps=(LadderStep(kind=StageKind.OPERATING, load=load), LadderStep(kind=StageKind.DOUBLE, load=2 * load))
     )
-    production: list[TrialRecord] = []
-    baseline: list[TrialRecord] = []
-    for _ in range(ROUNDS):
-        launches.num_expected = 1  # a confirmation takes about a third of a ladder's time; three are left on average
-        production.append(launches.run(TrialRole.CONFIRM_PRODUCTION, choice.config, origin="production", plan=plan))
-        baseline.append(launches.run(TrialRole.CONFIRM_BASELINE, defaults, origin="defaults", plan=plan))
-    return ConfirmedPair(production=tuple(production), baseline=tuple(baseline))
+    settings = {
+        TrialRole.CONFIRM_PRODUCTION: (choice.config, "production"),
+        TrialRole.CONFIRM_BASELINE: (defaults, "defaults"),
+    }
+    launches.expect(len(ORDER) + MAX_PROTECTIVE_LAUNCHES)
+    trials = []
+    for role in ORDER:
+        config, origin = settings[role]
+        trials.append(launches.run(role, config, origin=origin, plan=plan))
+    return ConfirmedPair(
+        production=tuple(trial for trial in trials if trial.role is TrialRole.CONFIRM_PRODUCTION),
+        baseline=tuple(trial for trial in trials if trial.role is TrialRole.CONFIRM_BASELINE),
+    )
 
 
 def confirm_protective(

@@ -29,6 +29,9 @@ class EngineSpec(Record):
     device_memory: SizeBytes | None = None
     """Size of the device on a CPU; None leaves the engine's own choice, half the RAM."""
 
+    cpus: int | None = Field(default=None, ge=1)
+    """On a CPU, how many of this machine's CPUs the engine computes on; None leaves it all but the last."""
+
     fixed: FixedParameters = FixedParameters()
     start_timeout: DurationS = 300.0
     """How long a launch may take before it counts as failed."""

@@ -11,6 +11,9 @@ from tuner.records import EngineConfig, Failed, FailureKind, TimeSplit, TrialRec
 from tuner.store import RunStore
 from tuner.trial import TrialRunner, TrialSpec, WorkerLostError
 
+RECENT_LAUNCHES = 4
+"""Launches the time left is reckoned from: a confirmation takes much less time than a ladder."""
+
 MAX_RETRIES = 2
 """After a failure that says nothing about the config."""
 
@@ -27,9 +30,7 @@ class Launches:
             begun_s: when the job began, on `time.perf_counter`.
         """
         self.trials: list[TrialRecord] = []
-        self.num_expected = 0
-        """Launches still to come, as far as the caller knows: what the time left is reckoned from."""
-
+        self._num_expected = 0
         self._job = job
         self._store = store
         self._workers = workers
@@ -44,7 +45,7 @@ class Launches:
                 break
             self._watcher.note(f"trial {trial.number} failed for reasons outside the config and is tried again")
             trial = self._run_once(role, config, origin, plan)
-        self.num_expected = max(0, self.num_expected - 1)
+        self._num_expected = max(0, self._num_expected - 1)
         return trial
 
     def refuse(self, config: EngineConfig, *, origin: str, reason: str) -> TrialRecord:
@@ -55,6 +56,10 @@ class Launches:
         )
         self._keep(trial)
         return trial
+
+    def expect(self, num_launches: int) -> None:
+        """Say how many launches are still to come, this one included: the time left is reckoned from it."""
+        self._num_expected = num_launches
 
     def note(self, text: str) -> None:
         """Tell the person who watches."""
@@ -120,10 +125,11 @@ class Launches:
         self._watcher.trial_ended(trial, self._clock())
 
     def _clock(self) -> Clock:
-        mean_s = self.mean_launch_s(TrialRole.STUDY)
+        walls = [trial.wall_s for trial in self.trials[-RECENT_LAUNCHES:] if trial.launched]
         left_s = None
-        if mean_s is not None:
-            left_s = max(0.0, min(self.num_expected * mean_s, self._job.budget.time - self.elapsed_s()))
+        if walls:
+            mean_s = sum(walls) / len(walls)
+            left_s = max(0.0, min(self._num_expected * mean_s, self._job.budget.time - self.elapsed_s()))
         return Clock(elapsed_s=self.elapsed_s(), left_s=left_s)
 
 

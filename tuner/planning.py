@@ -12,7 +12,7 @@ ASSUMED_START_S = 8.0
 """A guess at one engine start, used until a launch has been seen; a plan says that it is one. Unit: seconds."""
 
 CONFIRMATION_LAUNCHES = 4
-"""Production and defaults, twice in turn."""
+"""Production and the defaults, twice each."""
 
 CONFIRMATION_STAGES = 2
 """The operating point and twice its load."""

@@ -48,7 +48,7 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
             launches.refuse(config, origin=proposal.origin, reason=reason)
             study.tell_infeasible(proposal, {"works": 1.0}, reason)
             continue
-        launches.num_expected = job.budget.trials - num_launched + CONFIRMATION_LAUNCHES // 2
+        launches.expect(job.budget.trials - num_launched + CONFIRMATION_LAUNCHES // 2)
         ladder = Ladder(max_num_seqs=config.max_num_seqs, max_load=job.max_load)
         trial = launches.run(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
         num_launched += 1

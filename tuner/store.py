@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from tuner.records import Provenance, Recommendation, RequestRecord, Slo, StageR
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from tuner.measure.stage import MeasuredStage
 
 
 class RunStore:
@@ -110,17 +113,28 @@ def append_stage(directory: Path, stage: StageRecord) -> None:
         file.write(stage.model_dump_json() + "\n")
 
 
-def write_requests(directory: Path, requests: Iterable[tuple[StageRecord, Sequence[RequestRecord]]]) -> None:
+def write_requests(directory: Path, stages: Iterable[MeasuredStage]) -> None:
     """Write a trial's `requests.parquet`: a row a request, with its stage and without its token times."""
     import pandas as pd
 
     rows = [
-        {"stage": stage.index, "kind": stage.kind.value, "load": stage.load}
-        | request.model_dump(exclude={"token_times_s"})
-        for stage, sent in requests
-        for request in sent
+        _place(stage.record) | request.model_dump(exclude={"token_times_s"})
+        for stage in stages
+        for request in stage.requests
     ]
     pd.DataFrame(rows).to_parquet(directory / "requests.parquet")
+
+
+def write_memory(directory: Path, stages: Iterable[MeasuredStage]) -> None:
+    """Write a trial's `memory.parquet`: a row a scrape, with KV use, running, waiting and the engine's counters."""
+    import pandas as pd
+
+    rows = [_place(stage.record) | asdict(sample) for stage in stages for sample in stage.samples]
+    pd.DataFrame(rows).to_parquet(directory / "memory.parquet")
+
+
+def _place(stage: StageRecord) -> dict[str, int | str]:
+    return {"stage": stage.index, "kind": stage.kind.value, "load": stage.load}
 
 
 def read_requests(directory: Path, stage: StageRecord) -> list[RequestRecord]:

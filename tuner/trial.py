@@ -18,21 +18,20 @@ from tuner.job import TuningJob
 from tuner.ladder import LadderStep, Plan, next_step
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
-from tuner.measure.stage import StageSpec, Target, measure_stage
+from tuner.measure.stage import MeasuredStage, StageSpec, Target, measure_stage
 from tuner.records import (
     EngineConfig,
     Failed,
     FailureKind,
     Measured,
     Record,
-    RequestRecord,
     StageKind,
     StageRecord,
     TrialOutcome,
     TrialRecord,
     TrialRole,
 )
-from tuner.store import append_stage, write_requests
+from tuner.store import append_stage, write_memory, write_requests
 
 BYTE_TOKENS = range(256)
 """Token ids prompts are drawn from: every tokenizer of a supported model has at least these, and none is special."""
@@ -41,7 +40,7 @@ FEWEST_REQUESTS = 20
 REQUESTS_PER_USER = 8
 """At low load a stage ends with fewer requests than a p95 needs: it serves the curve, no answer stands there."""
 
-WARM_UP_TURNS = 1.5
+WARM_UP_TURNS = 2.5
 """A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
 
 MAX_TURN_S = 20.0
@@ -158,7 +157,7 @@ def _refused(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -
 def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Iterator[StageRecord]:
     """Measure stage after stage until the plan has no next one or the engine cannot go on."""
     stages: list[StageRecord] = []
-    requests: list[tuple[StageRecord, Sequence[RequestRecord]]] = []
+    measured_stages: list[MeasuredStage] = []
     target = Target(
         endpoint=Endpoint.from_url(engine.base_url),
         model=reading.model_name,
@@ -171,10 +170,11 @@ def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> 
         while engine.is_alive() and not _stalled(stages) and (step := next_step(spec.plan, stages)) is not None:
             measured = runner.run(measure_stage(_stage_spec(spec, step, stages), target))
             stages.append(measured.record)
-            requests.append((measured.record, measured.requests))
+            measured_stages.append(measured)
             append_stage(spec.directory, measured.record)
             yield measured.record
-    write_requests(spec.directory, requests)
+    write_requests(spec.directory, measured_stages)
+    write_memory(spec.directory, measured_stages)
 
 
 def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from tests.fakes.records import facts, stage
 from tuner.ladder import next_step
+from tuner.measure.stage import MeasuredStage
 from tuner.records import Failed, Measured, RequestRecord, StageRecord, TrialRecord
 from tuner.store import write_requests
 from tuner.trial import TrialEvent, TrialSpec, WorkerLostError
@@ -43,7 +44,8 @@ class FakeWorkers:
                 made = stage(spec.config, step.load, index=len(stages), kind=step.kind)
                 stages.append(self._reshape(made))
                 yield stages[-1]
-            write_requests(spec.directory, [(each, [_request()]) for each in stages])
+            measured = [MeasuredStage(record=each, requests=(_request(),), samples=()) for each in stages]
+            write_requests(spec.directory, measured)
         outcome = failed or Measured(facts=facts(spec.config), stages=tuple(stages))
         yield TrialRecord(
             number=spec.number,

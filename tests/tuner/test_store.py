@@ -10,6 +10,7 @@ import pytest
 from tests.fakes.records import resolved_run
 from tuner.inputs import InputError
 from tuner.job import load_job
+from tuner.measure.stage import MeasuredStage
 from tuner.records import RequestRecord
 from tuner.store import RunStore, append_stage, read_requests, write_requests
 
@@ -78,7 +79,14 @@ def test_requests_read_back_by_stage(tmp_path: Path) -> None:
         asked_output_tokens=30,
     )
     refused = good.model_copy(update={"index": 1, "first_token_s": None, "rejected": True, "error": "503"})
-    write_requests(tmp_path, [(stage, [good, refused]), (stage.model_copy(update={"index": 99}), [good])])
+    other = stage.model_copy(update={"index": 99})
+    write_requests(
+        tmp_path,
+        [
+            MeasuredStage(record=stage, requests=(good, refused), samples=()),
+            MeasuredStage(record=other, requests=(good,), samples=()),
+        ],
+    )
     append_stage(tmp_path, stage)
     assert read_requests(tmp_path, stage) == [good, refused]
     assert len((tmp_path / "stages.jsonl").read_text().splitlines()) == 1

@@ -62,7 +62,7 @@ def recommend(
         choice: production's choice; given only where the verdict is `resolved`.
         pair: the launches that re-measured it; None where there was nothing to confirm.
     """
-    production_profile = None if choice is None else _production(choice, () if pair is None else pair.production)
+    production_profile = None if choice is None else _production(choice, pair)
     protective_profile = None if protective is None else _protective(protective)
     return Recommendation(
         verdict=finding.verdict,
@@ -98,7 +98,8 @@ def _knee(choice: ProductionChoice) -> KneeFinding:
     return choice.knee.model_copy(update={"binding": binding(stages, choice.knee, choice.trial.config)})
 
 
-def _production(choice: ProductionChoice, confirmations: Sequence[TrialRecord]) -> Profile:
+def _production(choice: ProductionChoice, pair: ConfirmedPair | None) -> Profile:
+    confirmations = () if pair is None else pair.production
     measured = stages_of(confirmations, StageKind.OPERATING)
     point = operating_point_of(measured or [choice.stage])
     double = stages_of(confirmations, StageKind.DOUBLE)
@@ -108,12 +109,9 @@ def _production(choice: ProductionChoice, confirmations: Sequence[TrialRecord]) 
             f"re-measured by {len(measured)} launches of its own: {point.output_throughput.value:.4g} tokens/s, "
             f"where the search had seen {choice.stage.output_throughput.value:.4g}"
         )
-    if double:
-        twice = operating_point_of(double)
-        evidence.append(
-            f"at twice that load, {twice.load}: {twice.output_throughput.value:.4g} tokens/s, "
-            f"p95 TTFT {twice.ttft_p95_ms.value:.4g} ms, p95 ITL {twice.itl_p95_ms.value:.4g} ms"
-        )
+    evidence += [f"at twice that load {_figures(double)}"] if double else []
+    unfenced = [] if pair is None else stages_of(pair.baseline, StageKind.DOUBLE)
+    evidence += [f"where the defaults gave {_figures(unfenced)}"] if double and unfenced else []
     return Profile(
         name="production",
         config=choice.config,
@@ -121,6 +119,14 @@ def _production(choice: ProductionChoice, confirmations: Sequence[TrialRecord]) 
         trial=choice.trial.number,
         confirmed_by=_numbers(confirmations),
         evidence=tuple(evidence),
+    )
+
+
+def _figures(stages: Sequence[StageRecord]) -> str:
+    point = operating_point_of(stages)
+    return (
+        f"{point.output_throughput.value:.4g} tokens/s, p95 TTFT {point.ttft_p95_ms.value:.4g} ms, "
+        f"p95 ITL {point.itl_p95_ms.value:.4g} ms"
     )
 
 

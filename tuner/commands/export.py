@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from tuner.engines import builtin
 from tuner.export.context import ExportContext, ExportRefusedError
 from tuner.export.engine_yaml import engine_yaml
 from tuner.export.runbook import runbook
@@ -76,6 +77,7 @@ def _text(store: RunStore, profile: Profile, name: Format) -> str:
         model=job.model,
         max_model_len=_max_model_len(store, profile),
         device_memory_bytes=job.engine.device_memory,
+        cpu_omp_threads_bind=None if job.engine.cpus is None else builtin.cpu_list(job.engine.cpus),
     )
     try:
         return _WRITERS[name](context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.request
 from dataclasses import dataclass
@@ -36,7 +37,14 @@ def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, se
         arguments += ["--max-model-len", str(config.max_model_len)]
     if spec.device_memory is not None:
         arguments += ["--device-memory", str(spec.device_memory)]
+    if spec.cpus is not None:
+        arguments += ["--cpu-omp-threads-bind", cpu_list(spec.cpus)]
     return arguments
+
+
+def cpu_list(count: int) -> str:
+    """The first `count` CPUs this process may use, such as `0,1`; all of them where there are fewer."""
+    return ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:count])
 
 
 def last_words(log_path: Path) -> Failed:

@@ -32,6 +32,9 @@ class ExportContext:
     device_memory_bytes: int | None = None
     """The device the share is a share of, where the built-in engine was given one. Unit: bytes."""
 
+    cpu_omp_threads_bind: str | None = None
+    """The CPUs the measured engine computed on, where the job named their number."""
+
     served_model_name: str | None = None
     """The name clients use; None leaves it to the engine."""
 

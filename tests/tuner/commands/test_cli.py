@@ -1,0 +1,188 @@
+"""The command line: what a person types, reads and gets as an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+import yaml
+
+from tests.fakes.records import estimate
+from tests.fakes.workers import FakeWorkers
+from tuner import __main__ as cli
+from tuner import workers
+from tuner.records import Failed, FailureKind, Recommendation, StageRecord
+
+
+class _Pool(FakeWorkers):
+    """A fake pool that is entered and left like the real one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def _saturating(made: StageRecord) -> StageRecord:
+    running = min(made.load, 128 if not made.fenced else made.load // 2)
+    return made.model_copy(
+        update={
+            "output_throughput": estimate(2000 * running / (5 + running), spread=0.02),
+            "ttft_p95_ms": estimate(10.0 + made.load),
+            "itl_p95_ms": estimate(4.0 + running),
+            "num_preemptions": 0,
+            "kv_cache_usage_peak": 0.3,
+        }
+    )
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run `kneetune ARGUMENTS` in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["kneetune", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0 if code is None else 1
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A finished run, made by the real command on a pool that launches nothing."""
+    monkeypatch.setattr(workers, "Workers", lambda: _Pool(reshape=_saturating))
+    assert _run(monkeypatch, "tune", "embedded", "--trials", "5", "--runs", str(tmp_path)) == 0
+    capsys.readouterr()
+    return tmp_path / "embedded-chat"
+
+
+def test_a_run_leaves_what_the_readme_promises(run: Path) -> None:
+    """Whoever ran one command finds the answer, the report, both configs and the runbook."""
+    left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert {
+        "job.yaml",
+        "study.journal",
+        "slo.json",
+        "trials.parquet",
+        "stages.parquet",
+        "recommendation.json",
+        "report.html",
+        "export/production.engine.yaml",
+        "export/production.vllm.yaml",
+        "export/protective.engine.yaml",
+        "export/protective.vllm.yaml",
+        "export/runbook.md",
+    } <= left
+
+
+def test_show_is_short_and_ends_with_the_next_command(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer fits a terminal, and its last line can be typed."""
+    assert _run(monkeypatch, "show", str(run)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("resolved: ")
+    assert lines[-1].endswith(f"python -m engine serve --config {run / 'export' / 'production.engine.yaml'}")
+    assert len(lines) <= 14
+
+
+def test_show_json_is_the_recommendation(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script reads the same answer as a person."""
+    assert _run(monkeypatch, "show", str(run), "--json") == 0
+    printed = Recommendation.model_validate_json(capsys.readouterr().out)
+    assert printed == Recommendation.model_validate_json((run / "recommendation.json").read_text())
+
+
+def test_the_exported_file_is_the_profile(run: Path) -> None:
+    """What is deployed is what was measured."""
+    answer = Recommendation.model_validate_json((run / "recommendation.json").read_text())
+    assert answer.production is not None
+    exported = yaml.safe_load((run / "export" / "production.engine.yaml").read_text())
+    assert exported["max-num-seqs"] == answer.production.config.max_num_seqs
+    assert exported["max-num-batched-tokens"] == answer.production.config.max_num_batched_tokens
+    assert exported["gpu-memory-utilization"] == answer.production.config.gpu_memory_utilization
+
+
+def test_export_writes_one_profile_where_it_is_asked_to(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the named profile in the named format is written."""
+    out = tmp_path / "out"
+    assert _run(monkeypatch, "export", str(run), "--profile", "protective", "--format", "vllm", "--out", str(out)) == 0
+    assert {path.name for path in out.iterdir()} == {"protective.vllm.yaml", "runbook.md"}
+    assert str(out / "protective.vllm.yaml") in capsys.readouterr().out
+
+
+def test_report_can_be_written_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that was deleted or is from an older version is one command away."""
+    (run / "report.html").unlink()
+    assert _run(monkeypatch, "report", str(run)) == 0
+    assert (run / "report.html").stat().st_size > 100_000
+
+
+def test_no_answer_is_exit_1_with_the_reason_and_no_production_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that deploys what it finds deploys nothing."""
+    failed = Failed(kind=FailureKind.OOM_STARTUP, detail="24 of 22 GiB free")
+    monkeypatch.setattr(workers, "Workers", lambda: _Pool(fails=lambda _: failed))
+    assert _run(monkeypatch, "tune", "embedded", "--trials", "3", "--runs", str(tmp_path)) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("no_feasible_config: ")
+    assert "24 of 22 GiB free" in printed.err
+    assert not list(tmp_path.rglob("production.*"))
+    assert (tmp_path / "embedded-chat" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("tune", "embeded"), "did you mean 'embedded'"),
+        (("tune", "nothing.yaml"), "nothing.yaml: No such file"),
+        (("tune", "embedded", "--workload", "chatt"), "did you mean 'chat'"),
+        (("tune", "embedded", "--engine", "vlm"), "engine.name"),
+        (("tune", "embedded", "--slo-itl-p95", "50"), "write a number and its unit"),
+        (("tune", "embedded", "--budget", "-5m"), "not a duration"),
+        (("tune", "embedded", "--trials", "1"), "greater than or equal to 3"),
+        (("tune", "embedded", "--name", "../elsewhere"), "name"),
+        (("show", "nowhere"), "no run here"),
+        (("report", "nowhere"), "no run here"),
+        (("export", "nowhere"), "no run here"),
+    ],
+)
+def test_bad_input_is_exit_2_and_one_readable_line(
+    arguments: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody reads a traceback for a typing mistake."""
+    assert _run(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr().err
+    assert told in printed
+    assert all(line.startswith("error: ") for line in printed.splitlines())
+
+
+def test_a_dry_run_starts_nothing_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan costs nothing and leaves nothing."""
+    assert _run(monkeypatch, "tune", "embedded", "--dry-run", "--json", "--runs", str(tmp_path / "runs")) == 0
+    assert json.loads(capsys.readouterr().out)["num_study_launches"] == 9
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_does_not_wait_for_torch_ray_or_optuna() -> None:
+    """The command line answers at once."""
+    script = (
+        "import sys\nfrom tuner.__main__ import app\n"
+        "print(sorted({'torch', 'ray', 'optuna', 'pandas', 'plotly', 'transformers'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
+    assert ended.stdout.strip() == "[]"

@@ -1,0 +1,79 @@
+"""Trials run on a real Ray worker, and what happens to the worker is not blamed on the config."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tuner.job import load_job
+from tuner.ladder import FixedSteps, LadderStep
+from tuner.records import EngineConfig, Measured, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.trial import TrialSpec, WorkerLostError
+from tuner.workers import Workers
+
+# Ray leaves sockets and files to the interpreter's exit.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "1s", "max_warm_up": "1s", "precision": 0.3}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Workers]:
+    """One Ray instance for this file: starting it is most of the cost."""
+    with Workers() as workers:
+        yield workers
+
+
+def _spec(directory: Path, *loads: int) -> TrialSpec:
+    directory.mkdir(exist_ok=True)
+    return TrialSpec(
+        number=0,
+        role=TrialRole.STUDY,
+        config=EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.6, max_model_len=2048),
+        origin="defaults",
+        job=load_job("embedded", {"measure": QUICK}),
+        plan=FixedSteps(steps=tuple(LadderStep(kind=StageKind.LADDER, load=load) for load in loads)),
+        directory=directory,
+    )
+
+
+def _ended(pid: int, *, within_s: float = 20.0) -> bool:
+    deadline = time.perf_counter() + within_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.perf_counter() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_stages_arrive_one_by_one_and_the_trial_last(pool: Workers, tmp_path: Path) -> None:
+    """The driver sees each figure as it is measured, in the worker's words."""
+    *stages, trial = list(pool.run(_spec(tmp_path, 1, 2)))
+    assert [stage.load for stage in stages if isinstance(stage, StageRecord)] == [1, 2]
+    assert isinstance(trial, TrialRecord)
+    assert isinstance(trial.outcome, Measured)
+    assert trial.outcome.stages == tuple(stages)
+
+
+def test_a_killed_worker_takes_its_engine_along_and_the_next_trial_gets_a_new_one(
+    pool: Workers, tmp_path: Path
+) -> None:
+    """After kill -9 of the worker no engine is left on the device, and the study goes on."""
+    events = pool.run(_spec(tmp_path / "first", 1, 2, 4))
+    next(events)
+    engine_pid = json.loads((tmp_path / "first" / "process.json").read_text())["pid"]
+    os.kill(psutil.Process(engine_pid).ppid(), signal.SIGKILL)
+    with pytest.raises(WorkerLostError):
+        list(events)
+    assert _ended(engine_pid)
+
+    *_, trial = list(pool.run(_spec(tmp_path / "second", 1)))
+    assert isinstance(trial, TrialRecord)
+    assert isinstance(trial.outcome, Measured)
