@@ -43,6 +43,9 @@ REQUESTS_PER_USER = 8
 WARM_UP_TURNS = 2.5
 """A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
 
+MAX_STRETCH = 3.0
+"""A slow engine gets so many times the job's time to complete the requests a p95 needs."""
+
 MAX_TURN_S = 20.0
 """But no crowd is waited for longer. Unit: seconds."""
 
@@ -181,7 +184,9 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
     measure, index = spec.job.measure, len(stages)
     workload = spec.job.burst if step.kind is StageKind.BURST else spec.job.workload
     longer = workload.mean_request_tokens / spec.job.workload.mean_request_tokens
-    turn_s = min(longer * _turn_s(step.load, stages), MAX_TURN_S)
+    turn_s = min(longer * _seconds_for(step.load, stages), MAX_TURN_S)
+    min_requests = min(measure.min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load))
+    enough_s = min(longer * _seconds_for(min_requests, stages), MAX_STRETCH * measure.max_time)
     return StageSpec(
         index=index,
         kind=step.kind,
@@ -189,18 +194,18 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
         max_num_seqs=spec.config.max_num_seqs,
         workload=workload,
         entropy=(spec.job.seed, spec.number, index),
-        min_requests=min(measure.min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load)),
+        min_requests=min_requests,
         min_s=measure.min_time,
-        max_s=max(measure.max_time, turn_s),
+        max_s=max(measure.max_time, turn_s, enough_s),
         max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * turn_s),
         target_relative_half_width=measure.precision,
     )
 
 
-def _turn_s(load: int, stages: Sequence[StageRecord]) -> float:
-    """How long `load` users take to be served once, at the best request rate seen so far; 0 before there is any."""
+def _seconds_for(num_requests: int, stages: Sequence[StageRecord]) -> float:
+    """How long so many requests take at the best rate seen on this engine so far; 0 before there is any."""
     rate_rps = max((stage.request_throughput_rps for stage in stages if stage.valid), default=0.0)
-    return load / rate_rps if rate_rps > 0 else 0.0
+    return num_requests / rate_rps if rate_rps > 0 else 0.0
 
 
 def _outcome(engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]) -> Measured | Failed:

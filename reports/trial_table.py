@@ -1,0 +1,83 @@
+"""The trial table: every launch, what came of it, where it could be run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reports.tables import Cell, Table
+from tuner.analysis.knee import find_knee, points_of
+from tuner.analysis.slo import operating_point
+from tuner.export import wording
+from tuner.records import KneeFinding, Measured, Recommendation, Slo, StageRecord, TrialRecord, TrialRole
+
+
+def trial_table(trials: Sequence[TrialRecord], recommendation: Recommendation) -> Table:
+    """A row a launch, the study's and the confirming ones."""
+    head = (
+        "Trial",
+        "Sequences / budget / share",
+        "Outcome",
+        "Knee",
+        "Operating point",
+        "Preemptions",
+        "Wall",
+    )
+    rows = [_trial_row(trial, recommendation.slo, _finding(trial, recommendation)) for trial in trials]
+    return Table(head, tuple(rows))
+
+
+def _finding(trial: TrialRecord, recommendation: Recommendation) -> KneeFinding | None:
+    """What the trial's own ladder says; the answer's finding where it is the answer's ladder."""
+    if trial.number == recommendation.knee_trial:
+        return recommendation.knee
+    if trial.role is not TrialRole.STUDY or not isinstance(trial.outcome, Measured):
+        return None
+    return find_knee(points_of(trial.outcome.stages))
+
+
+def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None) -> tuple[Cell, ...]:
+    config = trial.config
+    length = "" if config.max_model_len is None else f"max_model_len {config.max_model_len}"
+    role = "" if trial.role is TrialRole.STUDY else ", re-measured"
+    head = (
+        Cell(str(trial.number), f"{trial.origin}{role}"),
+        Cell(
+            f"{config.max_num_seqs} / {config.max_num_batched_tokens} / {config.gpu_memory_utilization:g}",
+            length,
+        ),
+    )
+    wall = Cell(wording.duration(trial.wall_s))
+    if not isinstance(trial.outcome, Measured):
+        nothing = Cell("–")
+        return (*head, Cell(f"failed: {trial.outcome.kind}", trial.outcome.detail), nothing, nothing, nothing, wall)
+    stages = trial.outcome.stages
+    num_invalid = sum(not stage.valid for stage in stages)
+    outcome = Cell(
+        finding.verdict.value if finding else "measured",
+        f"{len(stages)} stages" + (f", {num_invalid} invalid" if num_invalid else ""),
+    )
+    return (*head, outcome, _knee_cell(finding), _best_cell(stages, finding, slo), _preemption_cell(stages), wall)
+
+
+def _knee_cell(finding: KneeFinding | None) -> Cell:
+    if finding is None or finding.load is None:
+        return Cell("–")
+    interval = finding.interval
+    note = "" if interval is None else f"{wording.number(interval[0])} to {wording.number(interval[1])}"
+    return Cell(wording.number(finding.load), note)
+
+
+def _best_cell(stages: Sequence[StageRecord], finding: KneeFinding | None, slo: Slo | None) -> Cell:
+    """The operating point: where this trial could be run."""
+    best = None if finding is None or slo is None else operating_point(stages, finding, slo)
+    if best is None:
+        return Cell("none" if finding else "–")
+    ttft, itl = wording.latency(best.ttft_p95_ms.value), wording.latency(best.itl_p95_ms.value)
+    return Cell(f"{best.load}: {wording.throughput(best.output_throughput.value)}", f"p95 TTFT {ttft}, p95 ITL {itl}")
+
+
+def _preemption_cell(stages: Sequence[StageRecord]) -> Cell:
+    """The sum over all stages; one stage that is unknown makes the sum unknown."""
+    counts = [stage.num_preemptions for stage in stages]
+    known = [count for count in counts if count is not None]
+    return Cell(wording.count(sum(known) if len(known) == len(counts) else None))
