@@ -462,7 +462,7 @@ class Provenance(Record):
 
 
 class Recommendation(Record):
-    """The answer of a run: `recommendation.json`."""
+    """The answer of a run: `recommendation.json`; its schema is published as `docs/recommendation.schema.json`."""
 
     schema_version: int = SCHEMA_VERSION
     verdict: RunVerdict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -194,8 +193,3 @@ def _write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)
-
-
-def schema() -> str:
-    """The JSON schema of `recommendation.json`."""
-    return json.dumps(Recommendation.model_json_schema(), indent=1)
