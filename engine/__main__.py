@@ -17,6 +17,7 @@ from engine.core import CoreFailed
 from engine.launch import report_start_failure, serve
 
 _DEFAULT = " (default: %(default)s)"
+_MAX_PORT = 65535
 _SWITCH = argparse.BooleanOptionalAction
 
 
@@ -56,7 +57,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
     add("--config", type=Path, metavar="FILE.yaml", help="read flags from a file; the command line wins")
     add("--host", default="127.0.0.1", help="address to listen on" + _DEFAULT)
-    add("--port", type=int, default=8000, help="0 picks a free one and says which" + _DEFAULT)
+    add("--port", type=_port, default=8000, help="0 picks a free one and says which" + _DEFAULT)
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL)")
     add("--max-num-seqs", type=_size, metavar="N", help="most requests running at once" + _DEFAULT)
     add("--max-num-batched-tokens", type=_size, metavar="TOKENS", help="token budget of one step" + _DEFAULT)
@@ -76,7 +77,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--dtype", help="float32, bfloat16, float16 or auto" + _DEFAULT)
     add("--load-format", help="safetensors, dummy or auto" + _DEFAULT)
     add("--seed", type=int, help="for dummy weights, and for requests that bring none" + _DEFAULT)
-    add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind or a list such as 0-3" + _DEFAULT)
+    add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind, count:N or a list such as 0-3" + _DEFAULT)
     command.set_defaults(**{field.name: field.default for field in fields(EngineConfig) if field.name != "model"})
     return parser, command
 
@@ -112,29 +113,31 @@ def flags_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
     return [part for key, value in loaded.items() for part in _flag_of_entry(path, str(key), value, flags)]
 
 
-def known_flags(parser: argparse.ArgumentParser) -> dict[str, bool]:
-    """Every flag a file may set, without its leading dashes; whether it is a switch that takes no value."""
+def known_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Every flag a file may set, without its leading dashes, and what reads it."""
     actions = [action for action in parser._actions if action.dest not in ("help", "config")]  # noqa: SLF001 - no public list
-    return {
-        option.removeprefix("--"): isinstance(action, argparse.BooleanOptionalAction)
-        for action in actions
-        for option in action.option_strings
-    }
+    return {option.removeprefix("--"): action for action in actions for option in action.option_strings}
 
 
-def _flag_of_entry(path: Path, key: str, value: object, flags: dict[str, bool]) -> list[str]:
+def _flag_of_entry(path: Path, key: str, value: object, flags: dict[str, argparse.Action]) -> list[str]:
     name = key.replace("_", "-")
     if name not in flags:
         nearest = difflib.get_close_matches(name, flags, n=1, cutoff=0.4)
         hint = f"; the nearest known one is {nearest[0]!r}" if nearest else ""
         raise ConfigError(f"--config {path}: unknown key {key!r}{hint}")
-    if flags[name]:
+    action = flags[name]
+    if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ConfigError(f"--config {path}: {key}={value!r} must be true or false")
         positive = name.removeprefix("no-")
         return [f"--{positive}" if value != name.startswith("no-") else f"--no-{positive}"]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ConfigError(f"--config {path}: {key}={value!r} must be one number or text")
+    if callable(action.type):
+        try:
+            action.type(str(value))
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise ConfigError(f"--config {path}: {key}={value!r} cannot be: {error}") from error
     return [f"--{name}={value}"]
 
 
@@ -143,6 +146,12 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and int(text) <= _MAX_PORT:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port: write a number from 0 to {_MAX_PORT}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ class EngineConfig:
     """Number of KV blocks to use instead of what the memory budget yields. Unit: blocks."""
 
     device_memory_bytes: int | None = None
-    """On CPU, the device that `gpu_memory_utilization` is a share of; None takes half the RAM. Unit: bytes."""
+    """On CPU, the device that `gpu_memory_utilization` is a share of; None takes half the RAM, or half the control
+    group's memory limit where that is less. Unit: bytes."""
 
     dtype: str = "auto"
     """`float32`, `bfloat16`, `float16`, or `auto`: float32 on CPU, the checkpoint's own on a GPU."""
@@ -88,7 +89,8 @@ class EngineConfig:
     """Seeds dummy weights and the sampling of requests that bring no seed."""
 
     cpu_omp_threads_bind: str = "auto"
-    """CPUs the core computes on, such as `0-3`; `auto`: all this process may use but the last; `nobind`: no pinning."""
+    """CPUs the core computes on: a list such as `0-3`; `count:4`, the first 4 this process may use; `auto`, all it may
+    use, by affinity and the control group's CPU quota, but the last; `nobind`, no pinning."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -96,6 +98,8 @@ class EngineConfig:
         for name in ("max_model_len", "num_gpu_blocks_override", "device_memory_bytes"):
             if getattr(self, name) is not None:
                 _require_at_least_one(name, getattr(self, name))
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} is below 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]: "

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import logging
+import math
 import multiprocessing
 import os
 import queue
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn, Protocol, cast
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.limits import oom_kills
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
@@ -106,28 +108,48 @@ class StepReport:
     """Preemptions since the start."""
 
 
-def cpus_to_use(bind: str, allowed: set[int]) -> tuple[int, ...] | None:
+def cpus_to_use(bind: str, allowed: set[int], *, quota: float | None) -> tuple[int, ...] | None:
     """The CPUs the core may compute on; None leaves them alone.
 
     Args:
-        bind: `auto` (all allowed but the last, which the parent needs), `nobind`, or a list such as `0-3,5`.
+        bind: `auto` (all allowed, and within the quota, but the last, which the parent needs), `nobind`, `count:4` (the
+            first 4 allowed), or a list such as `0-3,5`.
         allowed: the CPUs this process may use.
+        quota: CPU time this process may use; None is no limit. Unit: CPUs.
 
     Raises:
-        ConfigError: for a list that cannot be read, or that names CPUs this process may not use.
+        ConfigError: for a count or list that cannot be read, or that asks for CPUs this process may not use.
     """
     ordered = sorted(allowed)
     if bind == "nobind":
         return None
     if bind == "auto":
-        return tuple(ordered[:-1] or ordered)
+        within = ordered if quota is None else ordered[: max(1, math.ceil(quota))]
+        return tuple(within[:-1] or within)
     try:
+        if bind.startswith("count:"):
+            return _first_cpus(bind, ordered)
         chosen = {cpu for part in bind.split(",") for cpu in _cpu_range(part)}
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError(f"cpu_omp_threads_bind={bind!r} is not auto, nobind or a list such as 0-3,5") from error
+        raise ConfigError(
+            f"cpu_omp_threads_bind={bind!r} is not auto, nobind, a count such as count:4 or a list such as 0-3,5"
+        ) from error
     if not chosen <= allowed:
         raise ConfigError(f"cpu_omp_threads_bind={bind!r} names CPUs outside those this process may use: {ordered}")
     return tuple(sorted(chosen))
+
+
+def _first_cpus(bind: str, ordered: list[int]) -> tuple[int, ...]:
+    count = int(bind.removeprefix("count:"))
+    if count < 1:
+        raise ValueError(f"{count} CPUs compute nothing")
+    if count > len(ordered):
+        raise ConfigError(
+            f"cpu_omp_threads_bind={bind!r} asks for {count} CPUs, but this process may use {len(ordered)}: {ordered}"
+        )
+    return tuple(ordered[:count])
 
 
 def _cpu_range(text: str) -> range:
@@ -148,6 +170,8 @@ class CoreProcess:
     def __init__(self, config: EngineConfig, *, executor: str, cpus: tuple[int, ...] | None) -> None:
         """Start the core. Call it from the main thread: on Linux the core dies with the thread that started it."""
         context = multiprocessing.get_context("spawn")
+        self._is_ready = False
+        self._oom_kills_before = oom_kills()
         self._connection, core_end = context.Pipe(duplex=True)
         self._process = context.Process(
             target=core_main, args=(core_end, config, executor, cpus, os.getpid()), name="engine-core", daemon=True
@@ -174,10 +198,17 @@ class CoreProcess:
     def receive(self) -> Ready | CoreFailed | StepReport:
         """The core's next message; waits for it. A core that is gone reads as `CoreFailed`."""
         try:
-            return cast("Ready | CoreFailed | StepReport", self._connection.recv())
+            message = cast("Ready | CoreFailed | StepReport", self._connection.recv())
         except (EOFError, OSError):
             self._process.join(_JOIN_S)
-            return CoreFailed("crashed", f"the core process ended without a word, exit code {self._process.exitcode}")
+            return silent_end(
+                self._process.exitcode,
+                is_ready=self._is_ready,
+                oom_kills_before=self._oom_kills_before,
+                oom_kills_after=oom_kills(),
+            )
+        self._is_ready = self._is_ready or isinstance(message, Ready)
+        return message
 
     def stop(self) -> None:
         """End the core now and wait until it is gone. It holds nothing that outlives it."""
@@ -191,6 +222,27 @@ class CoreProcess:
         while (message := self._outbox.get()) is not None:
             with contextlib.suppress(OSError):  # a dead core is noticed by `receive`
                 self._connection.send(message)
+
+
+def silent_end(
+    exit_code: int | None, *, is_ready: bool, oom_kills_before: int | None, oom_kills_after: int | None
+) -> CoreFailed:
+    """What is known of a core that ended without a word.
+
+    Lack of memory is a fact only where the kernel has counted a kill for it in this process's control group since the
+    core was started; a SIGKILL alone may have come from anyone.
+
+    Args:
+        exit_code: as `multiprocessing` has it, -N for signal N; None if the core closed its pipe and still runs.
+    """
+    if exit_code is None or exit_code >= 0:
+        return CoreFailed("crashed", f"the core process ended without a word, exit code {exit_code}")
+    ended = f"the core process was killed by signal {-exit_code}"
+    if exit_code != -signal.SIGKILL:
+        return CoreFailed("crashed", ended)
+    if oom_kills_before is not None and oom_kills_after is not None and oom_kills_after > oom_kills_before:
+        return CoreFailed("oom_runtime" if is_ready else "oom_startup", f"{ended} for lack of memory")
+    return CoreFailed("crashed", f"{ended}, probably for memory")
 
 
 def core_main(
@@ -314,4 +366,7 @@ def _config_error_kind(error: ConfigError) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     torch = sys.modules.get("torch")
-    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator has no class of its own for it.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

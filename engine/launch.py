@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from aiohttp import web
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.core import TORCH_EXECUTOR, CoreFailed, CoreProcess, Ready, cpus_to_use
 from engine.frontend import Frontend, wait_until_ready
+from engine.limits import read_limits
 from engine.server import Api
 from engine.stats import engine_version
 from engine.tokenizer import TextTokenizer
@@ -24,6 +26,9 @@ from engine.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.3
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: all of a burst's, within what the system allows (`somaxconn`)."""
+
 _MIB = 2**20
 _Result = TypeVar("_Result")
 
@@ -51,9 +56,10 @@ def serve(config: EngineConfig, *, host: str, port: int, executor: str = TORCH_E
         executor: `module:factory` of what computes.
     """
     try:
-        cpus = cpus_to_use(config.cpu_omp_threads_bind, os.sched_getaffinity(0))
+        cpus = cpus_to_use(config.cpu_omp_threads_bind, os.sched_getaffinity(0), quota=read_limits().cpus)
     except ConfigError as error:
         return report_start_failure(CoreFailed("invalid_config", str(error)))
+    _allow_many_connections()
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -61,6 +67,12 @@ def serve(config: EngineConfig, *, host: str, port: int, executor: str = TORCH_E
         except OSError as error:
             return report_start_failure(CoreFailed("infrastructure", f"cannot bind {host}:{port}: {error.strerror}"))
         return asyncio.run(_run(config, listener, executor, cpus))
+
+
+def _allow_many_connections() -> None:
+    """Raise this process's limit of open files, each connection being one, as far as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _run(config: EngineConfig, listener: socket.socket, executor: str, cpus: tuple[int, ...] | None) -> int:
@@ -107,7 +119,7 @@ async def _serve_core(
     )
     await runner.setup()
     try:
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
     except OSError as error:
         await runner.cleanup()
         return report_start_failure(CoreFailed("infrastructure", f"cannot listen: {error.strerror}"))

@@ -129,18 +129,22 @@ def _human(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.2f} KiB"
 
 
-def device_memory(config: EngineConfig, device: torch.device) -> DeviceMemory:
+def device_memory(config: EngineConfig, device: torch.device, *, limit_bytes: int | None) -> DeviceMemory:
     """Total and free memory now.
 
     On CPU the total is `device_memory_bytes`, else half the RAM, and what is free is the smaller of that budget
     and the RAM that is available.
+
+    Args:
+        limit_bytes: on CPU, the most this process may use; the RAM counts as no larger. None: no limit.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total_bytes=total, free_bytes=free)
     ram = psutil.virtual_memory()
-    total = config.device_memory_bytes or ram.total // 2
-    return DeviceMemory(total_bytes=total, free_bytes=min(total, ram.available))
+    limit = ram.total if limit_bytes is None else limit_bytes
+    total = config.device_memory_bytes or min(ram.total, limit) // 2
+    return DeviceMemory(total_bytes=total, free_bytes=min(total, ram.available, limit))
 
 
 def activation_peak_bytes(run: Callable[[], object], device: torch.device) -> int:

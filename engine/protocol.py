@@ -117,11 +117,14 @@ class _GenerationRequest(BaseModel):
     def sampling(self, *, default_max_tokens: int) -> SamplingParams:
         """How to sample, with OpenAI's defaults for what was not said."""
         return SamplingParams(
-            max_tokens=self.max_tokens or default_max_tokens,
+            max_tokens=self._asked_max_tokens() or default_max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             seed=self.seed,
             ignore_eos=self.ignore_eos,
         )
+
+    def _asked_max_tokens(self) -> int | None:
+        return self.max_tokens
 
 
 _Request = TypeVar("_Request", bound=_GenerationRequest)
@@ -139,9 +142,9 @@ class ChatRequest(_GenerationRequest):
     messages: Annotated[list[dict[str, object]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
-    def sampling(self, *, default_max_tokens: int) -> SamplingParams:
-        """As for completions; the newer name of `max_tokens` wins."""
-        return super().sampling(default_max_tokens=self.max_completion_tokens or self.max_tokens or default_max_tokens)
+    def _asked_max_tokens(self) -> int | None:
+        """The newer name of `max_tokens` wins."""
+        return self.max_completion_tokens or self.max_tokens
 
     def plain_messages(self) -> list[dict[str, object]]:
         """The messages with text parts joined into one string, as chat templates expect.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from engine.request import FinishReason, SamplingParams
 from engine.scheduler import refusal
 from engine.stats import engine_version
 from engine.tokenizer import ChatTemplateError, TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -71,8 +74,7 @@ class Api:
             prompt = self._tokenizer.encode(body.prompt, add_special_tokens=True)
         else:
             prompt = tuple(body.prompt)
-            self._check_token_ids(prompt)
-        self._check_length(prompt, param="prompt")
+        self._check_prompt(prompt, param="prompt")
         job = _Job(
             prompt_token_ids=prompt,
             sampling=body.sampling(default_max_tokens=_DEFAULT_COMPLETION_TOKENS),
@@ -91,7 +93,7 @@ class Api:
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages") from error
         prompt = self._tokenizer.encode(text, add_special_tokens=False)
-        self._check_length(prompt, param="messages")
+        self._check_prompt(prompt, param="messages")
         job = _Job(
             prompt_token_ids=prompt,
             sampling=body.sampling(default_max_tokens=self._resolved.max_model_len - len(prompt)),
@@ -133,13 +135,12 @@ class Api:
                 404, f"the model {name!r} is not served here: use {served!r}", param="model", code="model_not_found"
             )
 
-    def _check_token_ids(self, prompt: tuple[int, ...]) -> None:
+    def _check_prompt(self, prompt: tuple[int, ...], *, param: str) -> None:
+        """Refuse what the core could not run; a tokenizer may know more tokens than its model has."""
         size = self._resolved.vocab_size
         if prompt and not (min(prompt) >= 0 and max(prompt) < size):
             bad = next(token_id for token_id in prompt if not 0 <= token_id < size)
-            raise ApiError(400, f"token id {bad} is outside the vocabulary [0, {size})", param="prompt")
-
-    def _check_length(self, prompt: tuple[int, ...], *, param: str) -> None:
+            raise ApiError(400, f"token id {bad} is outside the vocabulary [0, {size})", param=param)
         reason = refusal(self._resolved, len(prompt))
         if reason is not None:
             raise ApiError(400, reason, param=param, code="context_length_exceeded" if prompt else None)
@@ -153,13 +154,10 @@ class Api:
         detokenizer = self._tokenizer.detokenizer()
         texts: list[str] = []
         reason = FinishReason.ABORT
-        try:
-            async with aclosing(self._frontend.generate(job.prompt_token_ids, job.sampling)) as tokens:
-                async for token in tokens:
-                    texts.append(detokenizer.push(token.token_id, is_last=token.finish_reason is not None))
-                    reason = token.finish_reason or reason
-        except EngineGoneError as error:
-            raise ApiError(503, str(error), code="engine_gone") from error
+        async with aclosing(self._frontend.generate(job.prompt_token_ids, job.sampling)) as tokens:
+            async for token in tokens:
+                texts.append(detokenizer.push(token.token_id, is_last=token.finish_reason is not None))
+                reason = token.finish_reason or reason
         answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
         usage = Usage(len(job.prompt_token_ids), len(texts))
         return web.Response(body=answer.whole("".join(texts), reason, usage), content_type="application/json")
@@ -169,8 +167,10 @@ class Api:
         await response.prepare(request)
         try:
             await self._write_events(response, job)
-        except EngineGoneError as error:
-            await response.write(error_event(ApiError(503, str(error), code="engine_gone")))
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a stream that has begun can only say so as an event; it is logged
+            await response.write(error_event(_as_api_error(error)))
         await response.write_eof()
         return response
 
@@ -201,10 +201,24 @@ def _usage_field(options: StreamOptions, num_prompt: int, num_tokens: int) -> st
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Every error in OpenAI's shape, those of the HTTP layer too."""
+    """Every error in OpenAI's shape, those of the HTTP layer and those nobody foresaw too."""
     try:
         return await handler(request)
-    except ApiError as error:
-        return web.json_response(error.body(), status=error.status)
-    except web.HTTPError as error:
-        return web.json_response(ApiError(error.status, error.reason).body(), status=error.status)
+    except ConnectionError:
+        raise  # the client is gone: the HTTP layer cleans up
+    except Exception as error:  # noqa: BLE001 - the edge of the process: one request's fault, told and logged
+        answer = _as_api_error(error)
+        return web.json_response(answer.body(), status=answer.status)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    """What the client is told; an error nobody foresaw is logged with its trace."""
+    match error:
+        case ApiError():
+            return error
+        case EngineGoneError():
+            return ApiError(503, str(error), code="engine_gone")
+        case web.HTTPError():
+            return ApiError(error.status, error.reason)
+    logger.error("a request failed in a way nobody foresaw", exc_info=error)
+    return ApiError(500, f"the server failed: {type(error).__name__}: {error}")

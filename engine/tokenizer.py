@@ -57,18 +57,17 @@ class TextTokenizer:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
         Raises:
-            ChatTemplateError: if the model has no template, or the template refuses the messages.
+            ChatTemplateError: if the model has no template, or the template refuses the messages or fails on them.
         """
-        from jinja2 import TemplateError
-
-        if self._chat_template is None:
-            raise ChatTemplateError("this model has no chat template: use /v1/completions")
         try:
-            return self._chat_template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens
-            )
-        except TemplateError as error:
+            template = self._chat_template
+            if template is not None:
+                return template.render(
+                    messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens
+                )
+        except Exception as error:  # a template is a program of the model's author, which may raise anything
             raise ChatTemplateError(f"the chat template cannot take these messages: {error}") from error
+        raise ChatTemplateError("this model has no chat template: use /v1/completions")
 
     @cached_property
     def _config(self) -> dict[str, object]:

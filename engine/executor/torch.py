@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.batch import BatchBuffers
 from engine.config import ConfigError, EngineConfig, MemoryBudget, ResolvedConfig, check_against_model
+from engine.limits import read_limits
 from engine.memory import (
     DeviceMemory,
     KvLayout,
@@ -48,7 +49,7 @@ class TorchExecutor:
         model = read_model_config(folder)
         max_model_len = _max_model_len(config, model)
         warnings = check_against_model(config, max_model_len=max_model_len)
-        memory = device_memory(config, self._device)
+        memory = device_memory(config, self._device, limit_bytes=read_limits().memory_bytes)
         requested = requested_bytes(memory, config.gpu_memory_utilization)
         dtype = _dtype(config, model, self._device)
         made_up = config.load_format == "dummy" or (config.load_format == "auto" and config.model == EMBEDDED)

@@ -40,6 +40,7 @@ def test_a_budget_below_the_sequences_is_refused_with_both_numbers() -> None:
         ("max_model_len", 0),
         ("block_size", 0),
         ("num_gpu_blocks_override", -5),
+        ("seed", -1),
         ("dtype", "int8"),
         ("load_format", "pickled"),
         ("enable_prefix_caching", True),

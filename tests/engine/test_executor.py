@@ -10,6 +10,7 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.executor.torch import TorchExecutor, largest_steps
+from engine.limits import Limits
 from engine.memory import NoKvMemoryError
 from engine.request import SamplingParams
 from engine.step import ScheduledRequest, StepPlan, StepResult
@@ -212,3 +213,11 @@ def test_a_missing_gpu_is_not_replaced_by_the_cpu() -> None:
     """Nobody measures the wrong device."""
     with pytest.raises(ConfigError, match="no CUDA device"):
         TorchExecutor(_config(device="cuda"))
+
+
+def test_a_containers_memory_limit_reaches_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine never plans with the host's memory where it may not use it."""
+    limits = Limits(memory_bytes=2**30, cpus=None)
+    monkeypatch.setattr("engine.executor.torch.read_limits", lambda: limits)
+    executor = TorchExecutor(_config(device_memory_bytes=None, num_gpu_blocks_override=8))
+    assert executor.resolved.memory.total_bytes == 2**29

@@ -83,6 +83,10 @@ def test_true_and_false_are_honoured_in_a_file(tmp_path: Path, line: str, is_on:
         ("enable-chunked-prefill: 1", ["enable-chunked-prefill", "true or false"]),
         ("- a\n- b", ["list"]),
         ("a: [", ["cannot be read"]),
+        ("max-num-seqs: 12x", ["max-num-seqs", "12x", "16k"]),
+        ("gpu-memory-utilization: most", ["gpu-memory-utilization", "most"]),
+        ("port: 80.5", ["port", "80.5"]),
+        ("port: -1", ["port", "-1", "65535"]),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_by_key(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -107,6 +111,24 @@ def test_what_needs_no_model_is_refused_before_anything_is_loaded(capfd: pytest.
     assert (event["event"], event["kind"]) == ("start_failed", "invalid_config")
     assert "=8 " in event["message"]
     assert "=16:" in event["message"]
+
+
+def test_a_mistake_in_a_file_leaves_the_decisive_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A program that starts the engine from an exported file reads why it did not start."""
+    assert main(["serve", "embedded", "--config", write(tmp_path, "max-num-batched-tokens: 2.5K")]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["kind"]) == ("start_failed", "invalid_config")
+    assert "2.5K" in event["message"]
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_a_port_that_is_none_is_refused(port: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The message names the flag, the value and the range, instead of a trace from the socket."""
+    with pytest.raises(SystemExit):
+        parse_arguments(["serve", "embedded", f"--port={port}"])
+    error = capfd.readouterr().err
+    assert all(word in error for word in ("--port", port, "0 to 65535"))
 
 
 @pytest.mark.parametrize(("argv", "code"), [(["serve", "m", "--no-such-flag"], 2), (["--help"], 0), ([], 2)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -173,16 +174,24 @@ def test_the_device_on_cpu_is_the_budget_asked_for() -> None:
     """`device_memory_bytes` sets the total, and no more than that counts as free."""
     config = EngineConfig(model="embedded", device_memory_bytes=64 * MIB)
 
-    assert device_memory(config, CPU) == DeviceMemory(total_bytes=64 * MIB, free_bytes=64 * MIB)
+    assert device_memory(config, CPU, limit_bytes=None) == DeviceMemory(total_bytes=64 * MIB, free_bytes=64 * MIB)
 
 
 def test_the_device_on_cpu_is_half_the_ram_by_default() -> None:
     """Unasked, the engine leaves half the machine alone."""
-    import psutil
+    ram = psutil.virtual_memory().total
 
-    total = device_memory(EngineConfig(model="embedded"), CPU).total_bytes
+    for limit in (None, 2 * ram):
+        assert device_memory(EngineConfig(model="embedded"), CPU, limit_bytes=limit).total_bytes == ram // 2
 
-    assert total == psutil.virtual_memory().total // 2
+
+def test_a_containers_memory_limit_is_its_ram() -> None:
+    """A small container on a large host takes half of its own memory; asked for more, it is told what there is."""
+    half = DeviceMemory(total_bytes=32 * MIB, free_bytes=32 * MIB)
+    assert device_memory(EngineConfig(model="embedded"), CPU, limit_bytes=64 * MIB) == half
+
+    asked = EngineConfig(model="embedded", device_memory_bytes=96 * MIB)
+    assert device_memory(asked, CPU, limit_bytes=64 * MIB) == DeviceMemory(total_bytes=96 * MIB, free_bytes=64 * MIB)
 
 
 def test_a_budget_adds_up() -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import psutil
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.config import EngineConfig
+from engine.frontend import Frontend, NewToken
+from engine.models.folder import model_folder
+from engine.server import Api
+from engine.tokenizer import TextTokenizer
+from tests.fakes.executor import fake_resolved
 from tests.fakes.serving import ROOT, Serving, core_children, fake_command, json_lines, serving, start, wait_until_gone
 
 
@@ -134,6 +143,39 @@ async def test_what_cannot_be_done_is_refused_by_name(
     assert all(word in error["message"] for word in words)
 
 
+async def test_messages_that_the_template_cannot_take_are_refused(client: aiohttp.ClientSession) -> None:
+    """A message without content is the client's mistake, said in OpenAI's shape."""
+    body = {"messages": [{"role": "assistant", "content": None}]}
+    async with client.post("/v1/chat/completions", json=body) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "messages")
+    assert "chat template" in error["message"]
+
+
+async def test_text_beyond_the_vocabulary_harms_nobody() -> None:
+    """A tokenizer with more tokens than the model costs one client a 400, and the engine goes on."""
+    with serving(fake_command("SmallVocabularyExecutor")) as running:
+        async with aiohttp.ClientSession(running.url) as session:
+            for path, asked in (
+                ("completions", {"prompt": "z"}),
+                ("chat/completions", {"messages": [{"role": "user", "content": "z"}]}),
+            ):
+                async with session.post(f"/v1/{path}", json=asked) as response:
+                    assert response.status == 400
+                    message = (await response.json())["error"]["message"]
+                assert "outside the vocabulary [0, 110)" in message
+            async with session.post("/v1/completions", json={"prompt": "a"}) as response:
+                assert response.status == 200
+
+
+async def test_the_newer_name_of_max_tokens_wins(client: aiohttp.ClientSession) -> None:
+    """A client that sends both gets the length it asked for under the current name."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "max_completion_tokens": 4}
+    async with client.post("/v1/chat/completions", json=body) as response:
+        assert (await response.json())["usage"]["completion_tokens"] == 4
+
+
 async def test_neutral_and_harmless_fields_are_accepted(client: aiohttp.ClientSession) -> None:
     """Clients that spell out the defaults are served."""
     body = {"prompt": "a", "top_p": 1.0, "top_k": -1, "n": 1, "stop": None, "user": "me", "logprobs": None}
@@ -246,7 +288,7 @@ def test_a_stop_while_loading_is_clean() -> None:
 @pytest.mark.parametrize(
     ("executor", "kind", "word"),
     [
-        ("SlowExecutor", "crashed", "-9"),
+        ("SlowExecutor", "crashed", "killed by signal 9, probably for memory"),
         ("CrashingExecutor", "crashed", "made-up fault"),
         ("OutOfMemoryExecutor", "oom_runtime", "no memory for the step"),
     ],
@@ -309,6 +351,56 @@ def test_a_port_in_use_is_noticed_before_loading() -> None:
     (event,) = json_lines(done.stderr)
     assert (event["event"], event["kind"], done.returncode) == ("start_failed", "infrastructure", 1)
     assert str(port) in str(event["message"])
+
+
+async def test_a_burst_of_connections_is_not_dropped() -> None:
+    """A level of 1024 streams opens them at once; the server takes as many files as the system allows."""
+    with open_files_at_most(512) as hard, serving(fake_command("FakeExecutor")) as running:
+        server = psutil.Process(running.process.pid)
+        assert server.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+        address = ("127.0.0.1", int(running.url.rsplit(":", 1)[1]))
+        server.suspend()
+        try:
+            with contextlib.ExitStack() as opened:
+                for _ in range(300):
+                    opened.enter_context(socket.create_connection(address, timeout=2))
+        finally:
+            server.resume()
+
+
+@contextlib.contextmanager
+def open_files_at_most(count: int) -> Iterator[int]:
+    """Start with few open files allowed, as many systems do; gives how many may be asked for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        yield hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class FaultyFrontend:
+    """Stands for a fault nobody foresaw: one token, then an error."""
+
+    is_alive = True
+
+    async def generate(self, *_: object) -> AsyncIterator[NewToken]:
+        """One token."""
+        yield NewToken(100, None)
+        raise RuntimeError("made-up fault in the frontend")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_unforeseen_fault_is_told_and_logged(stream: bool, caplog: pytest.LogCaptureFixture) -> None:  # noqa: FBT001 - a case
+    """The client reads an error where it expects one, and whoever runs the server finds the trace."""
+    config = EngineConfig(model="embedded")
+    api = Api(cast("Frontend", FaultyFrontend()), TextTokenizer(model_folder("embedded")), fake_resolved(config))
+    async with TestClient(TestServer(api.application())) as faulty:
+        response = await faulty.post("/v1/completions", json={"prompt": "a", "stream": stream})
+        assert response.status == (200 if stream else 500)
+        *_, last = (await response.text()).strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "made-up fault in the frontend" in caplog.text
 
 
 def test_the_frontend_never_imports_torch() -> None:

@@ -73,6 +73,14 @@ def test_a_template_can_refuse_and_may_be_missing(tmp_path: Path, tokenizer: Tex
         tokenizer.render_chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize("template", ["{{ 'a' + messages[0].content }}", "{{ 1 // 0 }}", "{{ a.b.c }}", "{% if %}"])
+def test_whatever_a_template_trips_over_is_one_kind_of_error(tmp_path: Path, template: str) -> None:
+    """A template is a program of the model's author; its faults must not look like the server's."""
+    tokenizer = write_byte_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(ChatTemplateError, match="chat template"):
+        tokenizer.render_chat([{"role": "user", "content": None}])
+
+
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """At start, by path."""
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 from engine.config import ConfigError, EngineConfig, MemoryBudget, ResolvedConfig, check_against_model
 from engine.step import ScheduledRequest, StepPlan, StepResult
@@ -53,6 +54,14 @@ class FakeExecutor:
         """One made-up token for every request that samples."""
         sampling = [item for item in plan.scheduled if item.samples]
         return StepResult(sampled_token_ids={item.request_id: next_token(item) for item in sampling})
+
+
+class SmallVocabularyExecutor(FakeExecutor):
+    """Knows fewer tokens than the tokenizer has: `a` is token 100 and still one of them, `z` is 125."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.resolved = replace(self.resolved, vocab_size=110)
 
 
 class SlowExecutor(FakeExecutor):
