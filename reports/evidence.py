@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reports.tables import Cell, Table, cell
-from tuner.export import wording
+from tuner import wording
 from tuner.export.context import knee as knee_words
 from tuner.records import (
     BurstEvidence,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reports.tables import Cell, Table
+from tuner import wording
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import operating_point
-from tuner.export import wording
 from tuner.records import KneeFinding, Measured, Recommendation, Slo, StageRecord, TrialRecord, TrialRole
 
 
@@ -32,7 +32,7 @@ def _finding(trial: TrialRecord, recommendation: Recommendation) -> KneeFinding 
         return recommendation.knee
     if trial.role is not TrialRole.STUDY or not isinstance(trial.outcome, Measured):
         return None
-    return find_knee(points_of(trial.outcome.stages))
+    return find_knee(points_of(trial.outcome.stages), fence=trial.config.max_num_seqs)
 
 
 def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None) -> tuple[Cell, ...]:

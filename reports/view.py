@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reports import evidence
 from reports.tables import Cell, Table, cell
 from reports.trial_table import trial_table
-from tuner.export import wording
+from tuner import wording
 from tuner.export.context import knee as knee_words
 from tuner.export.runbook import Rung, Trigger, rungs, triggers
 from tuner.records import (

@@ -13,7 +13,7 @@ from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
 from tuner.planning import MAX_PROTECTIVE_LAUNCHES
-from tuner.records import EngineConfig, Slo, StageKind, TrialRole
+from tuner.records import EngineConfig, Slo, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore, read_requests
 
 ORDER = (
@@ -46,44 +46,44 @@ def confirm_production(choice: ProductionChoice, defaults: EngineConfig, launche
     )
 
 
-def confirm_protective(
+def try_protective(
     candidates: Sequence[ProtectiveCandidate], *, burst_load: int, slo: Slo, launches: Launches, store: RunStore
-) -> ConfirmedProtective | None:
-    """Try candidates with the burst, best first, until one holds; a few launches at the most.
+) -> tuple[ConfirmedProtective | None, list[str]]:
+    """Hit candidates with the burst, best first, until one holds; a few launches at the most.
 
     Returns:
-        The first that held, else the one of highest goodput with what went wrong; None where none could be measured.
+        The first that held, else the one of highest goodput, None where none could be measured; and what went wrong
+        with those that failed, a sentence each.
     """
     tried: list[ConfirmedProtective] = []
+    setbacks: list[str] = []
     for candidate in candidates[:MAX_PROTECTIVE_LAUNCHES]:
-        confirmed = _try(candidate, burst_load, slo, launches, store)
-        if confirmed.trial.outcome.outcome == "failed":
-            launches.note(
-                f"the protective candidate of trial {confirmed.trial.number} did not start and is passed over"
-            )
+        trial, stage = _launch(candidate, burst_load, launches)
+        if stage is None:
+            said = trial.outcome.detail if trial.outcome.outcome == "failed" else "its burst was not measured"
+            setbacks.append(f"a protective candidate failed in trial {trial.number}: {said}")
+            launches.note(setbacks[-1])
             continue
+        burst = judge_burst(stage, read_requests(store.trial_directory(trial.number), stage), slo)
+        confirmed = ConfirmedProtective(candidate=candidate, trial=trial, burst=burst)
+        if burst.passed:
+            return confirmed, setbacks
         tried.append(confirmed)
-        if confirmed.burst is not None and confirmed.burst.passed:
-            return confirmed
-        launches.note("the protective candidate did not hold under the burst")
-    return max(tried, key=_goodput_rps, default=None)
+        launches.note(f"the protective candidate of trial {trial.number} did not hold: {'; '.join(burst.reasons)}")
+    return max(tried, key=lambda each: each.burst.goodput_rps, default=None), setbacks
 
 
-def _goodput_rps(confirmed: ConfirmedProtective) -> float:
-    return -1.0 if confirmed.burst is None else confirmed.burst.goodput_rps
-
-
-def _try(
-    candidate: ProtectiveCandidate, burst_load: int, slo: Slo, launches: Launches, store: RunStore
-) -> ConfirmedProtective:
-    operating = LadderStep(kind=StageKind.OPERATING, load=candidate.stage.load)
-    burst = LadderStep(kind=StageKind.BURST, load=burst_load)
+def _launch(
+    candidate: ProtectiveCandidate, burst_load: int, launches: Launches
+) -> tuple[TrialRecord, StageRecord | None]:
+    """Measure the candidate's operating point and the burst; None where the engine did not live to its end."""
+    steps = (
+        LadderStep(kind=StageKind.OPERATING, load=candidate.stage.load),
+        LadderStep(kind=StageKind.BURST, load=burst_load),
+    )
     trial = launches.run(
-        TrialRole.CONFIRM_PROTECTIVE, candidate.config, origin="protective", plan=FixedSteps(steps=(operating, burst))
+        TrialRole.CONFIRM_PROTECTIVE, candidate.config, origin="protective", plan=FixedSteps(steps=steps)
     )
     stages = trial.outcome.stages if trial.outcome.outcome == "measured" else ()
-    measured = [stage for stage in stages if stage.kind is StageKind.BURST]
-    evidence = None
-    if measured:
-        evidence = judge_burst(measured[-1], read_requests(store.trial_directory(trial.number), measured[-1]), slo)
-    return ConfirmedProtective(candidate=candidate, trial=trial, burst=evidence)
+    bursts = [stage for stage in stages if stage.kind is StageKind.BURST]
+    return trial, bursts[-1] if bursts else None

@@ -17,7 +17,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_SIZE = re.compile(r"(\d+)([KMGT]?)i?B?")
+_SIZE = re.compile(r"(\d+)(?:([KMGT])(?:iB)?)?")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -48,11 +49,28 @@ def parse_size_bytes(text: object) -> int:
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a size in bytes: write 268435456 or 256M")
-    return int(match[1]) * _BINARY[match[2]]
+    return int(match[1]) * _BINARY[match[2] or ""]
+
+
+def parse_token_count(text: object) -> int:
+    """Read a number of tokens as vLLM does: `16k` is 16,000, `16K` is 16,384, `25.6k` is 25,600.
+
+    Raises:
+        ValueError: for anything else; a binary suffix takes no decimals.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _COUNT.fullmatch(text) if isinstance(text, str) else None
+    if match is None or (match[2] != "k" and "." in match[1]):
+        raise ValueError(f"{text!r} is not a number of tokens: write 16384, 16k (16,000) or 16K (16,384)")
+    return round(float(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]])
 
 
 DurationS = Annotated[float, BeforeValidator(parse_duration_s), PlainSerializer(lambda seconds: f"{seconds:g}s")]
 """Seconds, written with a unit."""
+
+TokenCount = Annotated[int, BeforeValidator(parse_token_count)]
+"""Tokens, written plain or with vLLM's suffixes."""
 
 SizeBytes = Annotated[int, BeforeValidator(parse_size_bytes)]
 """Bytes, written plain or with a binary suffix."""

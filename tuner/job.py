@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tuner.inputs import DurationS, InputError, SizeBytes, read_preset, read_yaml, validated
+from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
 from tuner.records import EngineConfig, Record, Slo
 from tuner.space import SEARCHED, SearchedValues, SearchSpace, load_space
@@ -16,7 +16,7 @@ from tuner.space import SEARCHED, SearchedValues, SearchSpace, load_space
 class FixedParameters(Record):
     """Engine parameters that keep one value through the study."""
 
-    max_model_len: int | None = Field(default=None, ge=1)
+    max_model_len: Annotated[TokenCount, Field(ge=1)] | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
     dtype: str = "auto"
@@ -73,6 +73,12 @@ class MeasureSpec(Record):
     precision: float = Field(default=0.05, gt=0, lt=1)
     """A stage ends early once the interval of its throughput is this narrow, relative to its value, on each side."""
 
+    @model_validator(mode="after")
+    def _time_enough(self) -> MeasureSpec:
+        if not 0 < self.min_time <= self.max_time:
+            raise ValueError(f"min_time={self.min_time:g}s must be above 0 and at most max_time={self.max_time:g}s")
+        return self
+
 
 class TuningJob(Record):
     """A tuning job as asked for."""
@@ -88,8 +94,8 @@ class TuningJob(Record):
     slo: SloSpec | None = None
     budget: Budget = Budget()
     measure: MeasureSpec = MeasureSpec()
-    max_load: int = Field(default=512, ge=2)
-    """Load no ladder climbs beyond."""
+    max_load: int = Field(default=1024, ge=2)
+    """Load no stage goes beyond."""
 
     seed: int = Field(default=0, ge=0)
 
@@ -102,6 +108,11 @@ class TuningJob(Record):
     @classmethod
     def _named_space(cls, value: object) -> object:
         return load_space(value) if isinstance(value, str) else value
+
+    @field_validator("model")
+    @classmethod
+    def _existing_model(cls, model: str) -> str:
+        return resolved_model(model)
 
     @model_validator(mode="after")
     def _something_to_search(self) -> TuningJob:
@@ -123,6 +134,20 @@ class TuningJob(Record):
         return EngineConfig(**values.model_dump(), **self.engine.fixed.model_dump())
 
 
+def resolved_model(model: str) -> str:
+    """A folder by its absolute path, so that the name means the same wherever it is used; any other name as it is.
+
+    Raises:
+        ValueError: for what looks like a folder and is none, or has no config.json.
+    """
+    path = Path(model).expanduser()
+    if model == "embedded" or (not path.is_dir() and not model.startswith((".", "/", "~"))):
+        return model
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path.absolute()} is not a Hugging Face folder: it has no config.json")
+    return str(path.resolve())
+
+
 def load_job(path_or_preset: str, overrides: dict[str, object] | None = None) -> TuningJob:
     """Read a job file, or the preset of that name, with some of its keys replaced.
 
@@ -134,7 +159,7 @@ def load_job(path_or_preset: str, overrides: dict[str, object] | None = None) ->
         InputError: naming the file, the key, the value and what would do.
     """
     path = Path(path_or_preset)
-    is_file = path.suffix in {".yaml", ".yml"} or path.exists()
+    is_file = path.suffix in {".yaml", ".yml"} or path.is_file()
     data = read_yaml(path) if is_file else read_preset("jobs", path_or_preset)
     if not isinstance(data, dict):
         raise InputError(f"{path_or_preset}: a job is a mapping of keys to values, this is {type(data).__name__}")

@@ -116,4 +116,5 @@ def _left_of_the_knee(stages: Sequence[StageRecord]) -> int | None:
 def _closing_overload(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
     if any(stage.kind is StageKind.OVERLOAD for stage in stages):
         return None
-    return LadderStep(kind=StageKind.OVERLOAD, load=OVERLOAD_FACTOR * plan.max_num_seqs)
+    load = min(OVERLOAD_FACTOR * plan.max_num_seqs, plan.max_load)
+    return LadderStep(kind=StageKind.OVERLOAD, load=load) if load > plan.max_num_seqs else None

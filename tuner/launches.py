@@ -74,6 +74,17 @@ class Launches:
         walls = [trial.wall_s for trial in self.trials if trial.role is role and trial.launched]
         return sum(walls) / len(walls) if walls else None
 
+    def longest_stage_s(self) -> float | None:
+        """The longest a stage below the fence has taken so far; None before the first."""
+        walls = [
+            stage.wall_s
+            for trial in self.trials
+            if trial.outcome.outcome == "measured"
+            for stage in trial.outcome.stages
+            if not stage.fenced
+        ]
+        return max(walls, default=None)
+
     def time_split(self) -> TimeSplit:
         """Where the time went so far."""
         wall_s = self.elapsed_s()

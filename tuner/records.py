@@ -82,6 +82,10 @@ class StageKind(StrEnum):
     """Long prompts at twice the knee's load."""
 
 
+CLIMB_KINDS = frozenset({StageKind.LADDER, StageKind.BISECT})
+"""Stages of the climb: an answer may stand on them, where the closing overload only says what lies past the fence."""
+
+
 class RequestRecord(Record):
     """One request as its sender saw it. Times in seconds from the stage's first send, on one monotonic clock."""
 
@@ -213,6 +217,8 @@ class FailureKind(StrEnum):
     INVALID_CONFIG = "invalid_config"
     NO_KV_MEMORY = "no_kv_memory"
     OOM_STARTUP = "oom_startup"
+    OOM_GRAPH_CAPTURE = "oom_graph_capture"
+    OOM_SAMPLER_WARMUP = "oom_sampler_warmup"
     OOM_RUNTIME = "oom_runtime"
     START_TIMEOUT = "start_timeout"
     CRASHED = "crashed"
@@ -220,6 +226,10 @@ class FailureKind(StrEnum):
     CONFIG_MISMATCH = "config_mismatch"
     INFRASTRUCTURE = "infrastructure"
     INVALID_MEASUREMENT = "invalid_measurement"
+
+
+SAYS_NOTHING = (FailureKind.INFRASTRUCTURE, FailureKind.INVALID_MEASUREMENT)
+"""Failures that say nothing about the config."""
 
 
 class Failed(Record):
@@ -236,6 +246,9 @@ class EngineFacts(Record):
 
     engine: str
     version: str
+    device: str
+    """What it computes on: `cpu`, `cuda`."""
+
     num_gpu_blocks: int | None
     block_size: int | None
     max_model_len: int

@@ -17,7 +17,7 @@ from tuner.planning import (
     default_values,
     longest_stage_s,
 )
-from tuner.records import EngineConfig, Slo, TrialRecord, TrialRole
+from tuner.records import SAYS_NOTHING, EngineConfig, Slo, TrialRecord, TrialRole
 from tuner.space import broken_rule
 from tuner.study import Objectives, Proposal, Study
 
@@ -55,15 +55,27 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
         if trial.outcome.outcome == "measured":
             slo = slo or derive_slo(trial.outcome.stages)
             memory = memory or MemoryModel.calibrated(config, trial.outcome.facts)
+            _warn_of_preemptions(job, config, memory, launches)
         _tell(study, proposal, trial, slo)
     return slo
 
 
+def _warn_of_preemptions(job: TuningJob, config: EngineConfig, memory: MemoryModel | None, launches: Launches) -> None:
+    if memory is None:
+        return
+    fit = memory.requests_that_fit(config, job.workload.mean_request_tokens)
+    if fit < config.max_num_seqs:
+        launches.note(
+            f"preemption-prone: max_num_seqs={config.max_num_seqs}, but the KV cache holds about {fit} requests of "
+            f"{job.workload.mean_request_tokens:g} tokens"
+        )
+
+
 def _has_time(job: TuningJob, launches: Launches) -> bool:
-    """Whether one more ladder fits before the confirmations must begin."""
+    """Whether one more ladder fits before the confirmations must begin, by what starts and stages have taken so far."""
     ladder_s = launches.mean_launch_s(TrialRole.STUDY) or 0.0
     start_s = max((trial.start_s for trial in launches.trials), default=0.0)
-    stage_s = longest_stage_s(job) / 2
+    stage_s = launches.longest_stage_s() or longest_stage_s(job)
     confirmation_s = CONFIRMATION_LAUNCHES * (start_s + CONFIRMATION_STAGES * stage_s)
     confirmation_s += MAX_PROTECTIVE_LAUNCHES * (start_s + PROTECTIVE_STAGES * stage_s)
     return launches.elapsed_s() + ladder_s + confirmation_s <= job.budget.time
@@ -80,13 +92,17 @@ def _refusal(config: EngineConfig, memory: MemoryModel | None) -> str | None:
 
 def _tell(study: Study, proposal: Proposal, trial: TrialRecord, slo: Slo | None) -> None:
     outcome = trial.outcome
+    if outcome.outcome == "failed" and outcome.kind in SAYS_NOTHING:
+        study.tell_nothing(proposal, f"{outcome.kind.value}: {outcome.detail}")
+        return
     if outcome.outcome == "failed":
         study.tell_infeasible(proposal, {"works": 1.0}, f"{outcome.kind.value}: {outcome.detail}")
         return
     if slo is None:
         study.tell_infeasible(proposal, {"works": 1.0}, "no limits are known: no stage at load 1 was valid")
         return
-    point = operating_point(outcome.stages, find_knee(points_of(outcome.stages)), slo)
+    knee = find_knee(points_of(outcome.stages), fence=trial.config.max_num_seqs)
+    point = operating_point(outcome.stages, knee, slo)
     if point is None:
         nearest = least_violating_stage(outcome.stages, slo)
         amounts = {"works": 1.0} if nearest is None else violations(nearest, slo)

@@ -104,6 +104,13 @@ class Study:
         trial.set_user_attr("reason", reason)
         self._study.tell(trial, state=TrialState.PRUNED)
 
+    def tell_nothing(self, proposal: Proposal, reason: str) -> None:
+        """Close a setting that was not measured for reasons outside it; it may be proposed again."""
+        trial = self._open.pop(proposal.number)
+        trial.set_user_attr("reason", reason)
+        self._known.discard(proposal.values)
+        self._study.tell(trial, state=TrialState.FAIL)
+
     def _any_unknown(self) -> Proposal | None:
         """One of the settings nobody has tried, where the sampler keeps coming back to known ones."""
         unknown = [values for values in combinations(self._space) if values not in self._known]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -33,12 +34,14 @@ from tuner.records import (
 )
 from tuner.store import append_stage, write_memory, write_requests
 
+logger = logging.getLogger(__name__)
+
 BYTE_TOKENS = range(256)
 """Token ids prompts are drawn from: every tokenizer of a supported model has at least these, and none is special."""
 
 FEWEST_REQUESTS = 20
 REQUESTS_PER_USER = 8
-"""At low load a stage ends with fewer requests than a p95 needs: it serves the curve, no answer stands there."""
+"""At low load a rung ends with fewer requests than a p95 needs: it serves the curve, no answer stands there."""
 
 WARM_UP_TURNS = 2.5
 """A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
@@ -103,6 +106,9 @@ def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
     except EngineStartError as error:
         start_s = time.perf_counter() - begun
         outcome = _not_started(spec, error)
+    except Exception as error:  # the edge of the worker's process: a trial that broke is a value, the study goes on
+        logger.exception("trial %d broke", spec.number)
+        outcome = _broken(spec, error)
     yield TrialRecord(
         number=spec.number,
         role=spec.role,
@@ -128,7 +134,7 @@ def _launched(spec: TrialSpec) -> AbstractContextManager[RunningEngine]:
     return launched(
         command,
         port=port,
-        environment=dict(os.environ),
+        environment={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         directory=spec.directory,
         timeout_s=spec.job.engine.start_timeout,
     )
@@ -139,6 +145,14 @@ def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
     if error.timed_out:
         return Failed(kind=FailureKind.START_TIMEOUT, detail=f"{error}; see {log_path}")
     return builtin.last_words(log_path)
+
+
+def _broken(spec: TrialSpec, error: Exception) -> Failed:
+    """Why a trial broke off: by the engine's last words if it left any, else for a reason outside the config."""
+    words = builtin.last_words(spec.directory / "engine.log")
+    if words.kind is not FailureKind.CRASHED:
+        return words
+    return Failed(kind=FailureKind.INFRASTRUCTURE, detail=f"{type(error).__name__}: {error}")
 
 
 def _refused(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Failed | None:
@@ -185,7 +199,9 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
     workload = spec.job.burst if step.kind is StageKind.BURST else spec.job.workload
     longer = workload.mean_request_tokens / spec.job.workload.mean_request_tokens
     turn_s = min(longer * _seconds_for(step.load, stages), MAX_TURN_S)
-    min_requests = min(measure.min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load))
+    min_requests = measure.min_requests
+    if step.kind is StageKind.LADDER:
+        min_requests = min(min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load))
     enough_s = min(longer * _seconds_for(min_requests, stages), MAX_STRETCH * measure.max_time)
     return StageSpec(
         index=index,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, run_verdict
-from tuner.analysis.recommendation import ConfirmedProtective, recommend
-from tuner.confirm import confirm_production, confirm_protective
+from tuner.analysis.recommendation import Confirmations, recommend, refutation
+from tuner.confirm import confirm_production, try_protective
 from tuner.job import TuningJob
 from tuner.launches import Launches
 from tuner.planning import default_values
 from tuner.progress import Watcher
-from tuner.records import EngineConfig, Provenance, Recommendation, RunVerdict, Slo
+from tuner.records import EngineConfig, LadderVerdict, Provenance, Recommendation, RunVerdict, Slo, TrialRecord
 from tuner.search import search
 from tuner.store import RunStore
 from tuner.study import Study
 from tuner.trial import TrialRunner
+
+MAX_CHOICES = 2
+"""Choices of production that are confirmed, the second only where launches refuted the first."""
 
 BURST_FACTOR = 2
 """The burst's load, in knees."""
@@ -51,19 +56,19 @@ def _decide(
     provenance: Provenance,
 ) -> Recommendation:
     """Choose from what the search measured, confirm it with launches of its own, and put the answer together."""
-    choice = None if slo is None else choose_production(launches.trials, slo)
-    finding = run_verdict(launches.trials, choice, slo)
+    searched = tuple(launches.trials)
+    choice = None if slo is None else choose_production(searched, slo)
+    finding = run_verdict(searched, choice, slo)
     launches.note(f"{finding.verdict.value}: {finding.reason}")
-    resolved = choice if finding.verdict is RunVerdict.RESOLVED else None
-    pair = None if resolved is None else confirm_production(resolved, defaults, launches)
-    ceiling = defaults if resolved is None else resolved.config
-    protective = None if slo is None else _protect(job, store, launches, slo, ceiling, resolved)
+    confirmations = Confirmations()
+    if slo is not None and choice is not None and finding.verdict is RunVerdict.RESOLVED:
+        confirmations = _confirm(searched, choice, slo, defaults, launches)
+    if slo is not None:
+        confirmations = _protect(job, store, launches, slo, defaults, searched, confirmations)
     return recommend(
         finding=finding,
         slo=slo,
-        choice=resolved,
-        pair=pair,
-        protective=protective,
+        confirmations=confirmations,
         trials=launches.trials,
         defaults=defaults,
         time=launches.time_split(),
@@ -71,18 +76,59 @@ def _decide(
     )
 
 
+def _confirm(
+    searched: Sequence[TrialRecord],
+    first: ProductionChoice,
+    slo: Slo,
+    defaults: EngineConfig,
+    launches: Launches,
+) -> Confirmations:
+    """Launch the choice; where its own launches refute it, the next best, a few times at the most."""
+    setbacks: list[str] = []
+    choice: ProductionChoice | None = first
+    for _ in range(MAX_CHOICES):
+        if choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
+            break
+        pair = confirm_production(choice, defaults, launches)
+        reason = refutation(choice, pair, slo)
+        if reason is None:
+            return Confirmations(choice=choice, pair=pair, setbacks=tuple(setbacks))
+        launches.note(reason)
+        setbacks.append(reason)
+        searched = [_without(trial, choice) for trial in searched]
+        choice = choose_production(searched, slo)
+    return Confirmations(setbacks=tuple(setbacks))
+
+
+def _without(trial: TrialRecord, refuted: ProductionChoice) -> TrialRecord:
+    """The trial with the refuted stage marked, so that it is not chosen again."""
+    if trial.number != refuted.trial.number or trial.outcome.outcome != "measured":
+        return trial
+    marked = {"valid": False, "invalid_reasons": ("refuted when re-measured",)}
+    stages = tuple(
+        stage.model_copy(update=marked) if stage.index == refuted.stage.index else stage
+        for stage in trial.outcome.stages
+    )
+    return trial.model_copy(update={"outcome": trial.outcome.model_copy(update={"stages": stages})})
+
+
 def _protect(
     job: TuningJob,
     store: RunStore,
     launches: Launches,
     slo: Slo,
-    ceiling: EngineConfig,
-    choice: ProductionChoice | None,
-) -> ConfirmedProtective | None:
-    """Try protective candidates with long prompts at twice the knee; without a knee, at twice their own fence."""
-    candidates = choose_protective(ceiling, launches.trials, slo, burst_tokens=job.burst.longest_request_tokens)
+    defaults: EngineConfig,
+    searched: Sequence[TrialRecord],
+    confirmations: Confirmations,
+) -> Confirmations:
+    """Add the protective profile: hit with long prompts at twice the knee, or at twice the first candidate's fence."""
+    choice = confirmations.choice
+    ceiling = defaults if choice is None else choice.config
+    candidates = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens)
     if not candidates:
-        return None
-    knee_load = candidates[0].stage.load if choice is None or choice.knee.load is None else choice.knee.load
-    burst_load = math.ceil(BURST_FACTOR * knee_load)
-    return confirm_protective(candidates, burst_load=burst_load, slo=slo, launches=launches, store=store)
+        return confirmations
+    load = candidates[0].stage.load if choice is None or choice.knee.load is None else choice.knee.load
+    protective, setbacks = try_protective(
+        candidates, burst_load=math.ceil(BURST_FACTOR * load), slo=slo, launches=launches, store=store
+    )
+    return replace(confirmations, protective=protective, setbacks=(*confirmations.setbacks, *setbacks))

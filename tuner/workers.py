@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Whoever has the token can run code here. One of this process's own, read by Ray when it is imported, so that neither
+# a setting of the environment turns it off nor a file in the home directory is read or written.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+# Ray makes its workers nice, and an engine launched by one with them: it would give way to whatever else runs here.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray spells it so)
 # Without it Ray warns about a default that changes; no trial here asks for a GPU of Ray yet.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -62,7 +69,7 @@ class Workers:
 
 
 def _start_ray() -> None:
-    """Start an instance of our own, once; nothing of it listens beyond this machine."""
+    """Start an instance of our own, once. Its ports answer only to who has the token (docs/decisions/0007)."""
     if not ray.is_initialized():
         logging.getLogger("ray").setLevel(logging.ERROR)
         ray.init(

@@ -12,7 +12,7 @@ from reports.figures.style import (
     VERMILLION,
     styled,
 )
-from tuner.export import wording
+from tuner import wording
 from tuner.records import (
     Recommendation,
 )

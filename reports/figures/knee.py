@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from reports.figures.study import CLIMB
 from reports.figures.style import (
     BLUE,
     GREEN,
@@ -23,9 +22,10 @@ from reports.figures.style import (
     powers_of_two,
     styled,
 )
-from tuner.export import wording
+from tuner import wording
 from tuner.export.context import knee as knee_words
 from tuner.records import (
+    CLIMB_KINDS,
     Estimate,
     LadderVerdict,
     Measured,
@@ -116,7 +116,7 @@ def _knee_title(recommendation: Recommendation, trial: TrialRecord, stages: Sequ
     finding = recommendation.knee
     if finding is None or trial.number != recommendation.knee_trial:
         return f"The ladder of trial {trial.number}, which came closest"
-    climbed = [stage.load for stage in stages if stage.kind in CLIMB]
+    climbed = [stage.load for stage in stages if stage.kind in CLIMB_KINDS]
     match finding.verdict:
         case LadderVerdict.KNEE:
             return f"Throughput bends at {knee_words(recommendation)}"

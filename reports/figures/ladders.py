@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from reports.figures.study import CLIMB, config_text, study_stages
+from reports.figures.study import config_text, study_stages
 from reports.figures.style import (
     BLUE,
     GREY,
@@ -17,6 +17,7 @@ from reports.figures.style import (
     styled,
 )
 from tuner.records import (
+    CLIMB_KINDS,
     Recommendation,
     TrialRecord,
 )
@@ -45,7 +46,7 @@ def ladders_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) 
     lines = []
     for trial in trials:
         climbed = sorted(
-            (stage for owner, stage in study_stages([trial]) if stage.valid and stage.kind in CLIMB),
+            (stage for owner, stage in study_stages([trial]) if stage.valid and stage.kind in CLIMB_KINDS),
             key=lambda stage: stage.load,
         )
         if climbed:

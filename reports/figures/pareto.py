@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import plotly.graph_objects as go
 
-from reports.figures.study import CLIMB, config_text, study_stages
+from reports.figures.study import config_text, study_stages
 from reports.figures.style import (
     INK,
     styled,
 )
 from tuner.records import (
+    CLIMB_KINDS,
     Recommendation,
     StageRecord,
     TrialRecord,
@@ -63,7 +64,7 @@ def pareto_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) -
 
 
 def _ranked(stage: StageRecord) -> bool:
-    return stage.valid and stage.kind in CLIMB and stage.ttft_p95_ms.has_interval and stage.itl_p95_ms.has_interval
+    return stage.valid and stage.kind in CLIMB_KINDS and stage.ttft_p95_ms.has_interval and stage.itl_p95_ms.has_interval
 
 
 def pareto_figure(info: ParetoInfo) -> go.Figure:

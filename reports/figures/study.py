@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tuner.records import EngineConfig, Measured, StageKind, StageRecord, TrialRecord, TrialRole
-
-CLIMB = (StageKind.LADDER, StageKind.BISECT)
-"""Stages that say where the knee is."""
+from tuner.records import EngineConfig, Measured, StageRecord, TrialRecord, TrialRole
 
 
 def config_text(config: EngineConfig) -> str:

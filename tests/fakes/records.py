@@ -143,6 +143,7 @@ def facts(config: EngineConfig) -> EngineFacts:
     return EngineFacts(
         engine="builtin",
         version="0.1.0",
+        device="cpu",
         num_gpu_blocks=(reserved - WEIGHTS_BYTES - ACTIVATION_BYTES) // MIB,
         block_size=16,
         max_model_len=config.max_model_len or 2048,

@@ -55,6 +55,11 @@ class StubEngine:
     """Requests whose client went away before the end."""
 
     prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefilling: bool = False
+    """Whether its KV use grows from scrape to scrape, as in a prompt that takes many steps."""
+
+    num_scrapes: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -116,6 +121,7 @@ class StubEngine:
             if sent and frame["choices"]:
                 await self._sleep(behaviour.itl_s, writer)
             writer.write(_chunk(event(frame)))
+            self.generated_tokens += len(frame["choices"][0]["text"]) if frame["choices"] else 0
         writer.write(_chunk(DONE) + b"0\r\n\r\n")
         return True
 
@@ -127,10 +133,13 @@ class StubEngine:
             raise ConnectionResetError
 
     def _metrics_page(self) -> str:
+        self.num_scrapes += 1
+        usage = 0.25 + 0.001 * self.num_scrapes * self.prefilling
         lines = [
             f'vllm:num_requests_running{{engine="0"}} {float(self.num_in_flight)}',
             'vllm:num_requests_waiting{engine="0"} 0.0',
-            'vllm:kv_cache_usage_perc{engine="0"} 0.25',
+            f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}',
+            f'vllm:generation_tokens_total{{engine="0"}} {float(self.generated_tokens)}',
         ]
         if self.preemptions is not None:
             lines.append(f'vllm:num_preemptions_total{{engine="0"}} {float(self.preemptions)}')
@@ -148,11 +157,15 @@ class StubEngine:
 
 @asynccontextmanager
 async def running_stub(
-    behave: Behaviour | Callable[[int], Behaviour], *, preemptions: int | None = 0, prefix_hit_rate: float | None = None
+    behave: Behaviour | Callable[[int], Behaviour],
+    *,
+    preemptions: int | None = 0,
+    prefix_hit_rate: float | None = None,
+    prefilling: bool = False,
 ) -> AsyncIterator[StubEngine]:
     """A stub that listens on a free port of 127.0.0.1 while it is entered."""
     chosen = (lambda _: behave) if isinstance(behave, Behaviour) else behave
-    stub = StubEngine(behave=chosen, preemptions=preemptions, prefix_hit_rate=prefix_hit_rate)
+    stub = StubEngine(behave=chosen, preemptions=preemptions, prefix_hit_rate=prefix_hit_rate, prefilling=prefilling)
     server = await asyncio.start_server(stub.handle, "127.0.0.1", 0, backlog=1024)
     stub.endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
     try:

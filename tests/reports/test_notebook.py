@@ -36,7 +36,7 @@ def test_the_notebook_reads_a_run(
 
     for cell in cells:
         if cell["cell_type"] == "code":
-            source = "".join(cell["source"]).replace("runs/default", str(tmp_path))
+            source = "".join(cell["source"]).replace("runs/embedded-chat", str(tmp_path))
             exec(compile(source, cell["id"], "exec"), names)  # noqa: S102 - our own notebook
 
     assert shown.count == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from tuner.inputs import InputError, parse_duration_s, parse_size_bytes, read_preset, validated
+from tuner.inputs import InputError, parse_duration_s, parse_size_bytes, parse_token_count, read_preset, validated
 from tuner.job import TuningJob, load_job
 
 
@@ -22,17 +22,32 @@ def test_a_bare_number_is_no_duration(text: object) -> None:
         parse_duration_s(text)
 
 
-@pytest.mark.parametrize(("text", "size"), [("256M", 268435456), ("1G", 2**30), ("512", 512), (77, 77), ("4KiB", 4096)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("256M", 268435456), ("1G", 2**30), ("512", 512), (77, 77), ("4KiB", 4096), ("1GiB", 2**30)]
+)
 def test_sizes(text: object, size: int) -> None:
     """A device size means binary units."""
     assert parse_size_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["256X", "1.5G", True, "", None, "-1"])
+@pytest.mark.parametrize("text", ["256X", "1.5G", "128MB", True, "", None, "-1"])
 def test_no_size(text: object) -> None:
     """Nothing but a size is taken for one."""
     with pytest.raises(ValueError, match="size"):
         parse_size_bytes(text)
+
+
+@pytest.mark.parametrize(("text", "count"), [("16k", 16000), ("16K", 16384), ("25.6k", 25600), (2048, 2048), ("7", 7)])
+def test_token_counts_as_vllm_reads_them(text: object, count: int) -> None:
+    """A length means the same in a job and on vLLM's command line."""
+    assert parse_token_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["25.6K", "16 K", "1.5", "k", "", True, None, "16kk"])
+def test_no_token_count(text: object) -> None:
+    """A suffix that could mean two things is refused."""
+    with pytest.raises(ValueError, match="number of tokens"):
+        parse_token_count(text)
 
 
 def _job_data() -> dict[str, object]:

@@ -19,6 +19,7 @@ def _facts(blocks: int | None = 923) -> EngineFacts:
     return EngineFacts(
         engine="builtin",
         version="0",
+        device="cpu",
         num_gpu_blocks=blocks,
         block_size=16,
         max_model_len=2048,

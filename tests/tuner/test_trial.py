@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import psutil
@@ -55,7 +57,7 @@ def test_a_trial_measures_the_engine_it_launched_and_leaves_nothing_running(tmp_
     stages, trial = _run(_spec(tmp_path, _steps(1, 4)))
 
     assert isinstance(trial.outcome, Measured)
-    assert [stage.load for stage in stages] == [1, 4]
+    assert {stage.load for stage in stages} == {1, 4}  # one that was disturbed is there twice
     assert tuple(stages) == trial.outcome.stages
     for stage in stages:
         assert stage.num_completed > 0
@@ -69,7 +71,8 @@ def test_a_trial_measures_the_engine_it_launched_and_leaves_nothing_running(tmp_
     assert trial.outcome.facts.max_model_len == 2048
     assert trial.start_s > 0
     assert _engine_is_gone(tmp_path)
-    assert len((tmp_path / "stages.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "stages.jsonl").read_text().splitlines()) == len(stages)
+    assert (tmp_path / "memory.parquet").is_file()
     assert (tmp_path / "requests.parquet").is_file()
 
 
@@ -113,12 +116,50 @@ def test_an_engine_that_refuses_to_start_is_a_failed_trial_with_its_reason(
     assert _engine_is_gone(tmp_path)
 
 
-def test_a_model_that_is_not_there_is_a_failed_trial(tmp_path: Path) -> None:
-    """A wrong path costs a second a trial and says which path."""
-    _, trial = _run(_spec(tmp_path, _steps(1), over={"model": "/nowhere/model"}))
+def test_a_model_that_cannot_be_had_is_a_failed_trial(tmp_path: Path) -> None:
+    """A wrong name costs a second a trial and is named."""
+    _, trial = _run(_spec(tmp_path, _steps(1), over={"model": "nobody/nothing-of-that-name"}))
 
     assert isinstance(trial.outcome, Failed)
-    assert "/nowhere/model" in trial.outcome.detail
+    assert "nobody/nothing-of-that-name" in trial.outcome.detail
+
+
+class _Stranger(http.server.BaseHTTPRequestHandler):
+    """A server that is healthy and knows no model."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
+        """Nothing."""
+
+
+def test_a_strangers_server_on_the_port_gets_no_request_and_breaks_no_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A healthy answer is no proof that it is our engine; the trial fails for reasons outside the config."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        monkeypatch.setattr("tuner.trial.free_port", lambda: stranger.server_port)
+        stages, trial = _run(_spec(tmp_path, _steps(1)))
+        stranger.shutdown()
+
+    assert stages == []
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is FailureKind.INFRASTRUCTURE
+    assert _engine_is_gone(tmp_path)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a corporate host engines start as quickly as elsewhere."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    _, trial = _run(_spec(tmp_path, _steps(1)))
+
+    assert isinstance(trial.outcome, Measured)
 
 
 def test_an_engine_killed_while_measured_is_a_crash_with_the_stages_before_it_kept(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tuner.records import (
     TrialRole,
 )
 from tuner.store import RunStore
+from tuner.trial import TrialSpec
 from tuner.tuning import run_tuning
 
 
@@ -123,6 +124,72 @@ def test_a_selection_never_reports_the_figure_it_was_won_with(tmp_path: Path) ->
     assert answer.production.operating_point.output_throughput.value == 500.0
 
 
+def test_a_production_that_its_own_launches_refute_is_never_deployed(tmp_path: Path) -> None:
+    """Preemptions and stalls that only the re-measurement saw cost the verdict, not the night."""
+
+    def worse_again(made: StageRecord) -> StageRecord:
+        made = _saturating(made)
+        bad = {"itl_p95_ms": estimate(900.0), "num_preemptions": 40}
+        return made.model_copy(update=bad) if made.kind is StageKind.OPERATING else made
+
+    answer, store, _ = _run(tmp_path, reshape=worse_again)
+    assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
+    assert answer.production is None
+    assert answer.knee is None
+    assert "refuted" in answer.reason
+    assert "900 of 80 ms" in answer.reason
+    confirmed = [trial.config for trial in store.trials() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    assert len(set(map(str, confirmed))) == 2
+
+
+def test_a_refuted_choice_gives_way_to_the_next_best(tmp_path: Path) -> None:
+    """One lucky trial does not cost the user the answer."""
+    refuted: list[EngineConfig] = []
+
+    def fails(spec: TrialSpec) -> Failed | None:
+        if spec.role is not TrialRole.CONFIRM_PRODUCTION:
+            return None
+        if not refuted:
+            refuted.append(spec.config)
+        crashed = Failed(kind=FailureKind.OOM_RUNTIME, detail="out of memory under load")
+        return crashed if spec.config == refuted[0] else None
+
+    answer, _, _ = _run(tmp_path, reshape=_saturating, fails=fails)
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.production is not None
+    assert answer.production.config != refuted[0]
+    assert any("out of memory under load" in warning for warning in answer.warnings)
+
+
+def test_a_protective_that_dies_under_the_burst_is_said_to_have_died(tmp_path: Path) -> None:
+    """The reason on record is the engine's, not that it never started."""
+
+    def fails(spec: TrialSpec) -> Failed | None:
+        died = Failed(kind=FailureKind.CRASHED, detail="exit code -9 under the burst")
+        return died if spec.role is TrialRole.CONFIRM_PROTECTIVE else None
+
+    answer, _, _ = _run(tmp_path, reshape=_saturating, fails=fails)
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.protective is None
+    assert any("exit code -9 under the burst" in warning for warning in answer.warnings)
+    assert any("no protective profile" in warning for warning in answer.warnings)
+
+
+def test_a_failure_outside_the_config_does_not_rule_the_config_out(tmp_path: Path) -> None:
+    """A port clash teaches the sampler nothing about the setting it hit."""
+
+    def fails(spec: TrialSpec) -> Failed | None:
+        clash = Failed(kind=FailureKind.INFRASTRUCTURE, detail="port held by another server")
+        return clash if spec.number in (2, 3, 4) else None
+
+    _, store, _ = _run(tmp_path, reshape=_saturating, fails=fails)
+    trials = store.trials()
+    assert trials[2].config == trials[3].config == trials[4].config
+    assert (
+        len([trial for trial in trials if trial.role is TrialRole.STUDY and trial.outcome.outcome == "measured"]) == 8
+    )
+
+
 def test_limits_nobody_meets_name_the_trial_that_comes_closest_and_export_no_production(tmp_path: Path) -> None:
     """An SLO out of reach is said with the least violating trial; nothing is deployed by mistake."""
     answer, _, _ = _run(tmp_path, reshape=_saturating, over={"slo": {"ttft_p95": "1ms", "itl_p95": "1ms"}})
@@ -147,7 +214,7 @@ def test_every_trial_failing_is_an_answer_too(tmp_path: Path) -> None:
 def test_one_failing_setting_does_not_stop_the_study(tmp_path: Path) -> None:
     """A crash is a row with its reason, and the search goes on."""
 
-    def fails(spec):  # type: ignore[no-untyped-def]
+    def fails(spec: TrialSpec) -> Failed | None:
         crashed = Failed(kind=FailureKind.CRASHED, detail="exit code 7")
         return crashed if spec.role is TrialRole.STUDY and spec.number in (0, 3) else None
 

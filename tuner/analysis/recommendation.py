@@ -9,6 +9,7 @@ from tuner.analysis.combine import operating_point_of, ratio
 from tuner.analysis.diagnosis import binding
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
+from tuner.analysis.slo import KV_HEADROOM
 from tuner.records import (
     Baseline,
     BurstEvidence,
@@ -17,6 +18,7 @@ from tuner.records import (
     Profile,
     Provenance,
     Recommendation,
+    RunVerdict,
     Slo,
     StageKind,
     StageRecord,
@@ -36,50 +38,117 @@ class ConfirmedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmedProtective:
-    """A candidate for the protective profile and what its own launch showed."""
+    """A candidate for the protective profile that was hit with the burst."""
 
     candidate: ProtectiveCandidate
     trial: TrialRecord
-    burst: BurstEvidence | None
-    """None where the burst could not be measured."""
+    burst: BurstEvidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmations:
+    """What the launches after the search showed."""
+
+    choice: ProductionChoice | None = None
+    """Production's choice that its own launches bore out; None where there was none, or all were refuted."""
+
+    pair: ConfirmedPair | None = None
+    """The launches that re-measured it."""
+
+    protective: ConfirmedProtective | None = None
+    setbacks: tuple[str, ...] = ()
+    """Choices that their own launches refuted, and candidates that failed: a sentence each."""
+
+
+def refutation(choice: ProductionChoice, pair: ConfirmedPair, slo: Slo) -> str | None:
+    """Why the launches of production do not bear the choice out, or None."""
+    stages = stages_of(pair.production, StageKind.OPERATING)
+    if not stages:
+        failures = [trial.outcome.detail for trial in pair.production if trial.outcome.outcome == "failed"]
+        return f"no launch of {_settings(choice)} gave a valid stage: {'; '.join(failures) or 'none was valid'}"
+    point = operating_point_of(stages)
+    faults = []
+    if point.num_preemptions != 0:
+        faults.append(f"{'unknown' if point.num_preemptions is None else point.num_preemptions} preemptions")
+    usage = point.kv_cache_usage_peak
+    if usage is None or usage > 1 - KV_HEADROOM:
+        faults.append(f"KV use {'unknown' if usage is None else f'{usage:.0%}'}")
+    for name, measured, limit in (
+        ("TTFT", point.ttft_p95_ms.value, slo.ttft_p95_ms),
+        ("ITL", point.itl_p95_ms.value, slo.itl_p95_ms),
+    ):
+        if not measured <= limit:
+            faults.append(f"p95 {name} {measured:.4g} of {limit:.4g} ms")
+    if not faults:
+        return None
+    return f"{_settings(choice)} was refuted when re-measured at load {point.load}: {', '.join(faults)}"
 
 
 def recommend(
     *,
     finding: RunFinding,
     slo: Slo | None,
-    choice: ProductionChoice | None,
-    pair: ConfirmedPair | None,
-    protective: ConfirmedProtective | None,
+    confirmations: Confirmations,
     trials: Sequence[TrialRecord],
     defaults: EngineConfig,
     time: TimeSplit,
     provenance: Provenance,
 ) -> Recommendation:
-    """Put the answer together.
-
-    Args:
-        choice: production's choice; given only where the verdict is `resolved`.
-        pair: the launches that re-measured it; None where there was nothing to confirm.
-    """
-    production_profile = None if choice is None else _production(choice, pair)
+    """Put the answer together; a `resolved` whose production was refuted is resolved no more."""
+    choice, protective = confirmations.choice, confirmations.protective
+    production_profile = None if choice is None else _production(choice, confirmations.pair)
     protective_profile = None if protective is None else _protective(protective)
+    verdict, reason = _verdict(finding, choice, production_profile, confirmations.setbacks)
     return Recommendation(
-        verdict=finding.verdict,
-        reason=finding.reason,
+        verdict=verdict,
+        reason=reason,
         slo=slo,
         knee=None if choice is None else _knee(choice),
         knee_trial=None if choice is None else choice.trial.number,
         production=production_profile,
         protective=protective_profile,
-        baseline=_baseline(trials, defaults, pair),
+        baseline=_baseline(trials, defaults, confirmations.pair),
         pareto=pareto_front(trials),
         least_violating_trial=finding.least_violating_trial,
         num_trials=len(trials),
         num_failed=sum(trial.outcome.outcome == "failed" for trial in trials),
         time=time,
-        provenance=provenance,
-        warnings=tuple(_warnings(production_profile, protective_profile, slo)),
+        provenance=provenance.model_copy(update={"device": _device(trials, provenance)}),
+        warnings=(*confirmations.setbacks, *_warnings(production_profile, protective_profile)),
+    )
+
+
+def _verdict(
+    finding: RunFinding, choice: ProductionChoice | None, production: Profile | None, setbacks: Sequence[str]
+) -> tuple[RunVerdict, str]:
+    if finding.verdict is not RunVerdict.RESOLVED:
+        return finding.verdict, finding.reason
+    if choice is None or production is None:
+        return RunVerdict.NO_FEASIBLE_CONFIG, "; ".join(setbacks) or "no choice could be confirmed"
+    knee, point = choice.knee, production.operating_point
+    within = "" if knee.interval is None else f" ({knee.interval[0]:g} to {knee.interval[1]:g})"
+    return finding.verdict, (
+        f"the knee of trial {choice.trial.number} is at load {knee.load:g}{within}; load {point.load} left of it gives "
+        f"{point.output_throughput.value:.4g} tokens/s inside the SLO, re-measured by "
+        f"{len(production.confirmed_by)} launches of its own"
+    )
+
+
+def _device(trials: Sequence[TrialRecord], provenance: Provenance) -> str:
+    """What the engine said it computes on; as asked for where no engine ever came up."""
+    for trial in trials:
+        if trial.outcome.outcome == "measured":
+            facts = trial.outcome.facts
+            size = "" if facts.memory_total_bytes is None else f", {facts.memory_total_bytes / 2**20:.0f} MiB"
+            return f"{facts.device}{size}"
+    return provenance.device
+
+
+def _settings(choice: ProductionChoice) -> str:
+    config = choice.config
+    return (
+        f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
+        f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
     )
 
 
@@ -167,35 +236,12 @@ def _numbers(trials: Sequence[TrialRecord]) -> tuple[int, ...]:
     return tuple(trial.number for trial in trials if trial.outcome.outcome == "measured")
 
 
-def _warnings(production: Profile | None, protective: Profile | None, slo: Slo | None) -> list[str]:
-    """What the re-measured figures contradict; said, never smoothed over."""
+def _warnings(production: Profile | None, protective: Profile | None) -> list[str]:
+    """What the answer does not carry; said, never smoothed over."""
     found = []
-    if production is not None:
-        found += _point_warnings("production", production, slo)
-        if not production.confirmed_by:
-            found.append("production was not re-measured: no launch of its own gave a valid stage")
-    if protective is not None:
-        found += _point_warnings("protective", protective, slo)
-        if protective.burst is None:
-            found.append("protective was not tried with the burst: no launch of its own gave that stage")
-        elif not protective.burst.passed:
-            found.append(f"protective did not hold under the burst: {'; '.join(protective.burst.reasons)}")
+    if protective is not None and protective.burst is not None and not protective.burst.passed:
+        found.append(f"protective did not hold under the burst: {'; '.join(protective.burst.reasons)}")
     if production is not None and protective is None:
-        found.append("no protective profile: nothing below production was measured")
+        found.append("there is no protective profile")
     found.append("no safe rate was measured: the figures are for a closed loop, an open one needs headroom below them")
-    return found
-
-
-def _point_warnings(name: str, profile: Profile, slo: Slo | None) -> list[str]:
-    point = profile.operating_point
-    found = []
-    if point.num_preemptions:
-        found.append(f"{name} preempted {point.num_preemptions} times when re-measured at load {point.load}")
-    if slo is not None:
-        for figure, value, limit in (
-            ("TTFT", point.ttft_p95_ms.value, slo.ttft_p95_ms),
-            ("ITL", point.itl_p95_ms.value, slo.itl_p95_ms),
-        ):
-            if value > limit:
-                found.append(f"{name} missed its p95 {figure} limit when re-measured: {value:.4g} of {limit:.4g} ms")
     return found

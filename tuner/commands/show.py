@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -70,5 +72,6 @@ def _profile_line(profile: Profile) -> str:
 
 def _next(recommendation: Recommendation, path: Path) -> list[str]:
     if recommendation.production is not None:
-        return [f"next        python -m engine serve --config {path / 'export' / 'production.engine.yaml'}"]
+        config = path / "export" / "production.engine.yaml"
+        return [f"next        {shlex.join([sys.executable, '-m', 'engine', 'serve', '--config', str(config)])}"]
     return [f"next        read {path / 'report.html'} for why, then change the job and tune again"]

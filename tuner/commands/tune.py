@@ -17,8 +17,11 @@ from tuner.provenance import provenance
 from tuner.records import RunVerdict
 from tuner.store import RunStore
 
-DEFAULT_JOB = "embedded"
-"""The preset a job starts from when options are all there is."""
+EMBEDDED_JOB = "embedded"
+"""What is run when nothing is named: the preset of the model that ships with us."""
+
+DEFAULT_JOB = "default"
+"""The preset a job starts from when a model is named and no job."""
 
 
 def tune(
@@ -38,7 +41,8 @@ def tune(
 ) -> None:
     """Launch an engine for every setting, climb a load ladder, return two configs to deploy.
 
-    JOB is a YAML file or the name of a preset; options replace what it says. Without one it is `embedded`.
+    JOB is a YAML file or the name of a preset; options replace what it says. Without one it is `embedded`, or
+    `default` where --model names another model.
     """
     slo = {"ttft_p95": slo_ttft_p95, "itl_p95": slo_itl_p95}
     overrides = _given(
@@ -50,7 +54,8 @@ def tune(
         budget=_given(time=budget, trials=trials),
         seed=seed,
     )
-    tuning_job = load_job(job or DEFAULT_JOB, overrides)
+    start_from = EMBEDDED_JOB if model in (None, "embedded") else DEFAULT_JOB
+    tuning_job = load_job(job or start_from, overrides)
     if dry_run:
         print_plan(tuning_job, as_json=json)
         return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuner.engines.process import read_url
 from tuner.job import EngineSpec
 from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import read_info, read_memory_bytes
@@ -24,7 +23,7 @@ DEFAULTS = SearchedValues(max_num_seqs=128, max_num_batched_tokens=2048, gpu_mem
 def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str) -> list[str]:
     """The argument list that starts this config on 127.0.0.1:`port`, every parameter explicit."""
     arguments = [
-        *(sys.executable, "-m", "engine", "serve", model),
+        *(sys.executable, "-P", "-m", "engine", "serve", model),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", served_model_name),
         *("--max-num-seqs", str(config.max_num_seqs)),
         *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
@@ -38,13 +37,15 @@ def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, se
     if spec.device_memory is not None:
         arguments += ["--device-memory", str(spec.device_memory)]
     if spec.cpus is not None:
-        arguments += ["--cpu-omp-threads-bind", cpu_list(spec.cpus)]
+        arguments += ["--cpu-omp-threads-bind", cpus_flag(spec.cpus)]
+    if spec.device_memory is not None or spec.cpus is not None:
+        arguments += ["--device", "cpu"]
     return arguments
 
 
-def cpu_list(count: int) -> str:
-    """The first `count` CPUs this process may use, such as `0,1`; all of them where there are fewer."""
-    return ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:count])
+def cpus_flag(count: int) -> str:
+    """The engine's way to say: the first `count` CPUs you may use, whichever machine this is."""
+    return f"count:{count}"
 
 
 def last_words(log_path: Path) -> Failed:
@@ -84,6 +85,7 @@ def facts(reading: Reading) -> EngineFacts:
         version=labels["version"],
         num_gpu_blocks=int(labels["num_gpu_blocks"]),
         block_size=int(labels["block_size"]),
+        device=labels["device"],
         max_model_len=int(labels["max_model_len"]),
         kv_block_bytes=memory["kv_block"],
         memory_total_bytes=memory["total"],
@@ -106,22 +108,16 @@ def memory(reading: Reading) -> EngineMemory:
 
 def mismatch(config: EngineConfig, reading: Reading) -> str | None:
     """Which value in force differs from the one asked for, or None."""
-    asked = {
-        "max_num_seqs": float(config.max_num_seqs),
-        "max_num_batched_tokens": float(config.max_num_batched_tokens),
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-    }
+    asked = config.model_dump(exclude={"tensor_parallel_size"}, exclude_none=True)
     for name, value in asked.items():
         in_force = reading.labels.get(name)
-        if in_force is None or float(in_force) != value:
-            return f"{name}: asked for {value:g}, the engine runs with {in_force}"
+        if in_force != str(value) and not (name == "dtype" and value == "auto"):
+            return f"{name}: asked for {value}, the engine runs with {in_force}"
     return None
 
 
 def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10.0) as answer:  # noqa: S310  (always http://127.0.0.1)
-        text: str = answer.read().decode()
-        return text
+    return read_url(url, timeout_s=10.0).decode()
 
 
 def _event(line: str) -> dict[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,10 +25,14 @@ POLL_S = 0.05
 TERM_GRACE_S = 10.0
 """From SIGTERM to SIGKILL. Unit: seconds."""
 
+_LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""What is on this machine is never asked for through a proxy, whatever the environment says."""
+
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY|APIKEY|AUTH", re.IGNORECASE)
 _RECORDED = re.compile(
-    r"(CUDA|NVIDIA|NCCL|VLLM|HF|HUGGINGFACE|TRANSFORMERS|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|KMP|GOMP|LD|PYTHON)_"
+    r"(CUDA|NVIDIA|NCCL|VLLM|HF|HUGGINGFACE|TRANSFORMERS|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|KMP|GOMP|LD)_|PYTHON"
 )
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 class EngineStartError(RuntimeError):
@@ -68,10 +72,24 @@ def free_port() -> int:
         return port
 
 
+def read_url(url: str, *, timeout_s: float) -> bytes:
+    """The body of a 200 answer.
+
+    Raises:
+        OSError: for anything else: refused, cut, not in time, another status, not HTTP.
+    """
+    try:
+        with _LOOPBACK.open(url, timeout=timeout_s) as answer:
+            body: bytes = answer.read()
+            return body
+    except http.client.HTTPException as error:
+        raise OSError(f"{url}: not an HTTP answer: {error!r}") from error
+
+
 def recorded_environment(environment: dict[str, str]) -> dict[str, str]:
     """The variables worth keeping beside a trial, with anything that looks like a secret blanked."""
     return {
-        name: "<redacted>" if _SECRET.search(name) else value
+        name: "<redacted>" if _SECRET.search(name) else _CREDENTIALS_IN_URL.sub("<redacted>@", value)
         for name, value in sorted(environment.items())
         if _RECORDED.match(name)
     }
@@ -94,22 +112,24 @@ def launched(
     begun = time.perf_counter()
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tuner.engines.child", str(os.getpid()), "--", *command],
+            [sys.executable, "-P", "-m", "tuner.engines.child", str(os.getpid()), "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
+    family: list[psutil.Process] = []
     try:
         create_time = psutil.Process(process.pid).create_time()
         (directory / "process.json").write_text(json.dumps({"pid": process.pid, "create_time": create_time}), "utf-8")
         base_url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(process, f"{base_url}/health", timeout_s=timeout_s)
         start_s = time.perf_counter() - begun
+        family = _family(process.pid)
         yield RunningEngine(process.pid, create_time, base_url, log_path, start_s)
     finally:
-        _stop(process)
+        _stop(process, family)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s: float) -> None:
@@ -120,25 +140,26 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s
             raise EngineStartError(
                 f"the engine ended with exit code {exit_code} before it was ready", exit_code=exit_code
             )
-        if _answers_ok(url):
+        with contextlib.suppress(OSError):
+            read_url(url, timeout_s=1.0)
             return
         time.sleep(POLL_S)
     raise EngineStartError(f"the engine was not ready after {timeout_s:g} s", exit_code=None, timed_out=True)
 
 
-def _answers_ok(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1.0) as answer:  # noqa: S310  (always http://127.0.0.1)
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
+def _stop(process: subprocess.Popen[bytes], known: list[psutil.Process]) -> None:
+    """End the engine and every descendant it had: TERM, a grace period, KILL.
 
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the engine, its process group and every descendant it had: TERM, a grace period, KILL."""
-    family = _family(process.pid)
+    Args:
+        known: its family when it became healthy; a first process that died since can no longer name its children.
+    """
+    family = list({*known, *_family(process.pid)})
     if process.poll() is None:
         _signal_group(process.pid, signal.SIGTERM)
+    else:
+        for member in _alive(family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.terminate()
     gone = _wait_for(lambda: process.poll() is not None and not _alive(family), TERM_GRACE_S)
     if not gone:
         _signal_group(process.pid, signal.SIGKILL)

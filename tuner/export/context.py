@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from tuner.export import wording
+from tuner import wording
 from tuner.records import Profile, Recommendation, RunVerdict
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tuner.export import wording
+from tuner import wording
 from tuner.export.context import knee
 from tuner.records import EngineConfig, Profile, Recommendation, Slo
 

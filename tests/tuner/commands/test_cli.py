@@ -17,6 +17,7 @@ from tests.fakes.records import estimate
 from tests.fakes.workers import FakeWorkers
 from tuner import __main__ as cli
 from tuner import workers
+from tuner.job import TuningJob
 from tuner.records import Failed, FailureKind, Recommendation, StageRecord
 
 
@@ -89,7 +90,8 @@ def test_show_is_short_and_ends_with_the_next_command(
     assert _run(monkeypatch, "show", str(run)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("resolved: ")
-    assert lines[-1].endswith(f"python -m engine serve --config {run / 'export' / 'production.engine.yaml'}")
+    assert lines[-1].split()[-2:] == ["--config", str(run / "export" / "production.engine.yaml")]
+    assert sys.executable in lines[-1]
     assert len(lines) <= 14
 
 
@@ -154,6 +156,8 @@ def test_no_answer_is_exit_1_with_the_reason_and_no_production_file(
         (("tune", "embedded", "--budget", "-5m"), "not a duration"),
         (("tune", "embedded", "--trials", "1"), "greater than or equal to 3"),
         (("tune", "embedded", "--name", "../elsewhere"), "name"),
+        (("tune", "--model", "./nowhere"), "has no config.json"),
+        (("tune", "--model", "/nowhere/model"), "has no config.json"),
         (("show", "nowhere"), "no run here"),
         (("report", "nowhere"), "no run here"),
         (("export", "nowhere"), "no run here"),
@@ -167,6 +171,24 @@ def test_bad_input_is_exit_2_and_one_readable_line(
     printed = capsys.readouterr().err
     assert told in printed
     assert all(line.startswith("error: ") for line in printed.splitlines())
+
+
+def test_another_model_does_not_inherit_the_embedded_ones_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--model` alone tunes that model on this machine, not on 128 MiB of it with somebody else's limits."""
+    (tmp_path / "config.json").write_text("{}")
+    seen: list[TuningJob] = []
+
+    def keep(job: TuningJob, *, as_json: bool) -> None:
+        assert not as_json
+        seen.append(job)
+
+    monkeypatch.setattr("tuner.commands.tune.print_plan", keep)
+    assert _run(monkeypatch, "tune", "--model", str(tmp_path), "--dry-run") == 0
+    (job,) = seen
+    assert job.model == str(tmp_path.resolve())
+    assert (job.engine.device_memory, job.engine.cpus, job.engine.fixed.max_model_len, job.slo) == (None,) * 4
 
 
 def test_a_dry_run_starts_nothing_and_makes_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -102,11 +103,30 @@ def test_an_engine_that_dies_is_noticed_at_once_with_its_exit_code(tmp_path: Pat
 
 def test_an_engine_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
     """A hanging start ends at the timeout and leaves nothing."""
-    script = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with pytest.raises(EngineStartError) as caught, _launch(script, tmp_path, timeout_s=1.0):
+    with pytest.raises(EngineStartError) as caught, _launch("import time; time.sleep(600)", tmp_path, timeout_s=1.0):
         pass
     assert caught.value.timed_out
-    assert _gone(int((tmp_path / "engine.log").read_text()))
+    assert _gone(json.loads((tmp_path / "process.json").read_text())["pid"])
+
+
+ORPHANING = (
+    """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(child.pid, flush=True)
+"""
+    + HEALTHY
+)
+
+
+def test_a_child_outlives_neither_its_dead_parent_nor_the_trial(tmp_path: Path) -> None:
+    """An engine whose first process died before the trial ended still keeps no device."""
+    with _launch(ORPHANING, tmp_path) as engine:
+        child = int((tmp_path / "engine.log").read_text().split()[0])
+        os.kill(engine.pid, signal.SIGKILL)
+        assert _gone(engine.pid)
+        assert psutil.pid_exists(child)
+    assert _gone(child)
 
 
 def test_an_engine_dies_with_the_process_that_launched_it(tmp_path: Path) -> None:
@@ -137,6 +157,18 @@ with launched(command, port=port, environment=dict(os.environ), directory=Path({
 def test_secrets_are_not_recorded() -> None:
     """A run directory can be shown to anyone."""
     kept = recorded_environment(
-        {"HF_TOKEN": "hf_x", "VLLM_API_KEY": "k", "OMP_NUM_THREADS": "2", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "z"}
+        {
+            "HF_TOKEN": "hf_x",
+            "VLLM_API_KEY": "k",
+            "HF_ENDPOINT": "https://user:pass@hub.example/x",
+            "OMP_NUM_THREADS": "2",
+            "HOME": "/root",
+            "AWS_SECRET_ACCESS_KEY": "z",
+        }
     )
-    assert kept == {"HF_TOKEN": "<redacted>", "VLLM_API_KEY": "<redacted>", "OMP_NUM_THREADS": "2"}
+    assert kept == {
+        "HF_ENDPOINT": "https://<redacted>@hub.example/x",
+        "HF_TOKEN": "<redacted>",
+        "OMP_NUM_THREADS": "2",
+        "VLLM_API_KEY": "<redacted>",
+    }

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.export import wording
+from tuner import wording
 from tuner.records import Estimate
 
 
