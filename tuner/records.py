@@ -5,10 +5,11 @@ Every figure carries its unit in its name. `None` means unknown (or not applicab
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 SCHEMA_VERSION = 1
 """Raised by one whenever a stored field changes its meaning or leaves."""
@@ -17,8 +18,19 @@ SCHEMA_VERSION = 1
 class Record(BaseModel):
     """A frozen value with no unknown fields."""
 
-    # "strings": a figure without samples is NaN, and must come back from JSON as NaN.
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def _null_if_unknown(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _nan_if_null(value: object) -> object:
+    return math.nan if value is None else value
+
+
+Figure = Annotated[float, BeforeValidator(_nan_if_null), PlainSerializer(_null_if_unknown, when_used="json")]
+"""A measured number: NaN where nothing was measured, so that no comparison with it holds; in JSON null."""
 
 
 class EngineConfig(Record):
@@ -45,8 +57,8 @@ class EngineConfig(Record):
 class Estimate(Record):
     """A measured figure with its 95 % interval and the number of samples behind it."""
 
-    value: float
-    """NaN where there is no sample at all: unknown, and never better than anything."""
+    value: Figure
+    """NaN (null in JSON) where there is no sample at all: unknown, and never better than anything."""
 
     low: float | None = None
     """Lower end of the interval; None where there are too few samples to give one."""
@@ -161,7 +173,8 @@ class StageRecord(Record):
     """Warm-up and measurement together: the time load was on the engine."""
 
     ended_by: Literal["precise", "time", "failures", "stalled"]
-    """Which rule ended it: the interval was narrow enough, its time was up, too much failed, or nothing moved."""
+    """Which rule ended it: the interval was narrow enough, its time was up, too much failed, or the engine had work and
+    did none of it."""
 
     num_warm_up_requests: int
     num_completed: int
@@ -183,18 +196,19 @@ class StageRecord(Record):
     e2e_p95_ms: Estimate
     longest_stall_ms: float | None = None
 
-    mean_prompt_tokens: float
-    mean_output_tokens: float
+    mean_prompt_tokens: Figure
+    mean_output_tokens: Figure
     mean_in_flight: float
     """Time average of requests in flight, as the sender saw them."""
 
     littles_law_ratio: float | None = None
-    """Throughput x mean latency / mean in flight: 1 when the figures are consistent."""
+    """Completions per second x their mean latency / mean in flight: 1 when the figures are of one system.
+    None where the window was too short, or too few requests ended in it, to judge."""
 
-    send_slip_p95_ms: float
+    send_slip_p95_ms: Figure
     """How late the sender was: intended to handed to the socket."""
 
-    loop_lag_p95_ms: float
+    loop_lag_p95_ms: Figure
     """How late the sender's own event loop ran."""
 
     num_preemptions: int | None

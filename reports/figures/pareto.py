@@ -64,7 +64,9 @@ def pareto_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) -
 
 
 def _ranked(stage: StageRecord) -> bool:
-    return stage.valid and stage.kind in CLIMB_KINDS and stage.ttft_p95_ms.has_interval and stage.itl_p95_ms.has_interval
+    return (
+        stage.valid and stage.kind in CLIMB_KINDS and stage.ttft_p95_ms.has_interval and stage.itl_p95_ms.has_interval
+    )
 
 
 def pareto_figure(info: ParetoInfo) -> go.Figure:

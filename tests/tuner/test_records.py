@@ -35,6 +35,15 @@ def test_the_answer_has_the_keys_scripts_rely_on() -> None:
 
 
 def test_an_unknown_figure_stays_unknown_on_disk() -> None:
-    """A figure without samples is written and read back as unknown, never as a zero."""
+    """A figure without samples is written as null and read back as unknown: never as a zero, never as a string."""
     unknown = Estimate(value=math.nan, num_samples=0)
-    assert math.isnan(Estimate.model_validate_json(unknown.model_dump_json()).value)
+    written = unknown.model_dump_json()
+    assert json.loads(written)["value"] is None
+    assert math.isnan(Estimate.model_validate_json(written).value)
+    assert math.isnan(Estimate.model_validate_json('{"value": "NaN", "num_samples": 0}').value)
+
+
+def test_the_published_schema_allows_an_unknown_figure() -> None:
+    """A reader that validates by the schema must not reject an answer in which nothing was measured for one figure."""
+    value = json.loads(SCHEMA.read_text())["$defs"]["Estimate"]["properties"]["value"]
+    assert {option["type"] for option in value["anyOf"]} == {"number", "null"}

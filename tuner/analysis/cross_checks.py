@@ -1,11 +1,9 @@
-"""Other rules for the knee, shown beside ours and never deciding.
-
-Kneedle is left unknown: the reference implementation is no dependency of ours.
-"""
+"""Other rules for the knee, shown beside ours and never deciding."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,6 +23,7 @@ def cross_check(loads: FloatArray, throughput: FloatArray) -> CrossChecks:
     return CrossChecks(
         asymptote_crossing=_known(asymptote_crossing(loads, throughput)),
         usl=_known(usl_peak(loads, throughput)),
+        kneedle=kneedle(loads, throughput),
         ten_percent_per_doubling=ten_percent_per_doubling(loads, throughput),
     )
 
@@ -55,6 +54,25 @@ def usl_peak(loads: FloatArray, throughput: FloatArray) -> float | None:
         return None
     peak = math.sqrt((base - contention) / crosstalk)
     return peak if peak <= _FARTHEST_USL_PEAK * loads[-1] else None
+
+
+def kneedle(loads: FloatArray, throughput: FloatArray) -> float | None:
+    """The stage Kneedle names on the linear axis; None where it names none.
+
+    Both axes are scaled to 0 to 1. A stage that stands farther above the diagonal than its neighbours is the knee once
+    a later stage, before the next such stage, is lower by more than the mean step in load (Satopää et al., Finding a
+    "Kneedle" in a Haystack, 2011, with S = 1). A ladder has too few stages to smooth them first.
+    """
+    height = float(np.ptp(throughput))
+    if height == 0:
+        return None
+    above = (throughput - throughput.min()) / height - (loads - loads[0]) / (loads[-1] - loads[0])
+    inner = above[1:-1]
+    peaks = np.flatnonzero((inner > above[:-2]) & (inner >= above[2:])) + 1
+    for peak, following in pairwise([*peaks.tolist(), loads.size]):
+        if above[peak + 1 : following].min() < above[peak] - 1 / (loads.size - 1):
+            return float(loads[peak])
+    return None
 
 
 def ten_percent_per_doubling(loads: FloatArray, throughput: FloatArray) -> float | None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tuner.records import EngineConfig, KneeFinding, LadderVerdict, StageKind, StageRecord
+from tuner.records import CLIMB_KINDS, EngineConfig, KneeFinding, LadderVerdict, StageRecord
 
 FULL_KV_CACHE = 0.95
 WAITING_SHARE = 0.1
 """Share of the load that must be seen waiting before waiting means anything."""
-
-_LADDER_KINDS = (StageKind.LADDER, StageKind.BISECT, StageKind.OVERLOAD)
 
 
 def binding(stages: Sequence[StageRecord], knee: KneeFinding, config: EngineConfig) -> str | None:
@@ -39,7 +37,7 @@ def binding(stages: Sequence[StageRecord], knee: KneeFinding, config: EngineConf
 def _bend(stages: Sequence[StageRecord], knee: KneeFinding) -> list[StageRecord]:
     """The knee's stage and the next unfenced one past it; for a ladder saturated from the start, its first two."""
     ladder = sorted(
-        (stage for stage in stages if stage.valid and not stage.fenced and stage.kind in _LADDER_KINDS),
+        (stage for stage in stages if stage.valid and not stage.fenced and stage.kind in CLIMB_KINDS),
         key=lambda stage: stage.load,
     )
     if knee.verdict is LadderVerdict.ALREADY_SATURATED:

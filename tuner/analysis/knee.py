@@ -26,18 +26,19 @@ from tuner.analysis.curve import (
     curve_through,
     relative_noise,
 )
-from tuner.records import KneeFinding, LadderVerdict, StageKind, StageRecord
+from tuner.records import CLIMB_KINDS, KneeFinding, LadderVerdict, StageKind, StageRecord
 
 DEFAULT_R = 4.5
 """On a batch server's curve the maximum then lies where one more doubling buys 10 %."""
 
 FEWEST_STAGES = 5
+"""Valid and unfenced."""
+
 TIE = 0.03
 """Expected powers closer than this are equal; the stages' own figures decide between them."""
 
 _PAST_POWER = 0.6
 _POISSON_Z = 1.96
-_LADDER_KINDS = (StageKind.LADDER, StageKind.BISECT, StageKind.OVERLOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +64,40 @@ class LadderPoint:
 
 def points_of(stages: Sequence[StageRecord]) -> list[LadderPoint]:
     """The stages that belong to a ladder; operating, double and burst stages answer other questions."""
-    return [_point_of(stage) for stage in stages if stage.kind in _LADDER_KINDS]
+    return [_point_of(stage) for stage in stages if stage.kind in CLIMB_KINDS or stage.kind is StageKind.OVERLOAD]
 
 
 def find_knee(
-    points: Sequence[LadderPoint], *, r: float = DEFAULT_R, seed: int = 0, num_bootstrap: int = 500
+    points: Sequence[LadderPoint],
+    *,
+    fence: float | None = None,
+    r: float = DEFAULT_R,
+    seed: int = 0,
+    num_bootstrap: int = 500,
 ) -> KneeFinding:
     """Say where the knee is, how sure that is, and what was seen around it.
 
     The order of the points does not matter, repeated loads are merged, and one seed gives one answer. Preemptions at a
     rate whose interval excludes zero (four or more: k - 1.96 sqrt(k) > 0) move the knee left to the last stage without.
+
+    Args:
+        points: the ladder.
+        fence: `max_num_seqs`; a ladder that climbed to it without a knee is `fenced`. None: not known, and a fenced
+            point is what tells that the fence was met.
+        r: how small a gain counts as small.
+        seed: of the bootstrap.
+        num_bootstrap: how many ladders are resampled for the interval.
     """
     usable, warnings = _usable(points)
     open_points = [point for point in usable if not point.fenced]
-    if len(usable) < FEWEST_STAGES or not open_points:
-        warnings.append(f"too few stages: {len(usable)} valid, {len(open_points)} of them unfenced; 5 are needed")
+    if len(open_points) < FEWEST_STAGES:
+        warnings.append(f"too few stages: {len(open_points)} valid and unfenced, {FEWEST_STAGES} are needed")
         return KneeFinding(verdict=LadderVerdict.TOO_FEW_STAGES, warnings=tuple(warnings))
     curve = _curve_of(open_points)
     best = _best_index(curve, r)
     limit = _last_without_preemptions(open_points)
-    verdict = _verdict(curve, best, limit, r=r, fenced=len(open_points) < len(usable))
+    at_fence = len(open_points) < len(usable) if fence is None else open_points[-1].load >= fence
+    verdict = _verdict(curve, best, limit, r=r, at_fence=at_fence)
     loads, throughput = np.exp(curve.log_loads), np.exp(curve.log_measured)
     warnings += _verdict_warnings(verdict, open_points)
     is_knee = verdict is LadderVerdict.KNEE
@@ -99,12 +114,11 @@ def find_knee(
     )
 
 
-def suggest_bisection(points: Sequence[LadderPoint], *, grid: Sequence[int] | None = None) -> int | None:
+def suggest_bisection(points: Sequence[LadderPoint]) -> int | None:
     """The load where one more stage pins the knee best: inside the gap, next to the best stage, that holds the peak.
 
     Args:
         points: the stages so far; a load that was tried, valid or not, is not asked for again.
-        grid: loads that may be asked for; None allows every whole number.
 
     Returns:
         None where the gap holds no such load, or the maximum is at an end of the ladder with nothing beside it.
@@ -121,10 +135,9 @@ def suggest_bisection(points: Sequence[LadderPoint], *, grid: Sequence[int] | No
     if left < 0 or right >= len(open_points):
         return None
     low, high = open_points[left].load, open_points[right].load
-    between = grid if grid is not None else range(math.floor(low) + 1, math.ceil(high))
     tried = {point.load for point in points}
     middle = math.sqrt(low) * math.sqrt(high)
-    candidates = [load for load in between if low < load < high and load not in tried]
+    candidates = [load for load in range(math.floor(low) + 1, math.ceil(high)) if load not in tried]
     return min(candidates, key=lambda load: (abs(math.log(load / middle)), load), default=None)
 
 
@@ -233,12 +246,12 @@ def _last_without_preemptions(points: list[LadderPoint]) -> int:
     return len(points) - 1
 
 
-def _verdict(curve: Curve, best: int, limit: int, *, r: float, fenced: bool) -> LadderVerdict:
+def _verdict(curve: Curve, best: int, limit: int, *, r: float, at_fence: bool) -> LadderVerdict:
     last = curve.log_loads.size - 1
     if limit < 0 or (best == 0 and last > 0) or _is_flat(curve, r):
         return LadderVerdict.ALREADY_SATURATED
     if best == last and limit == last:
-        return LadderVerdict.FENCED if fenced else LadderVerdict.NOT_REACHED
+        return LadderVerdict.FENCED if at_fence else LadderVerdict.NOT_REACHED
     return LadderVerdict.KNEE
 
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.pareto import overlap, smaller_first
 from tuner.analysis.slo import (
-    DEFAULT_MARGINS,
-    Margins,
+    KV_HEADROOM,
     complies,
-    keeps_margins,
+    keeps_headroom,
     least_violating_stage,
     operating_point,
     violations,
 )
+from tuner.measure import latency
 from tuner.records import (
+    CLIMB_KINDS,
     BurstEvidence,
     EngineConfig,
     EngineFacts,
@@ -29,7 +30,6 @@ from tuner.records import (
     RequestRecord,
     RunVerdict,
     Slo,
-    StageKind,
     StageRecord,
     TrialRecord,
     TrialRole,
@@ -37,9 +37,6 @@ from tuner.records import (
 
 MEANINGFUL_CUT = 0.8
 """A parameter is meaningfully lower at this share of the ceiling's or less."""
-
-KV_HEADROOM = 0.05
-_LADDER_KINDS = (StageKind.LADDER, StageKind.BISECT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +71,7 @@ class RunFinding:
     least_violating_trial: int | None = None
 
 
-def choose_production(
-    trials: Sequence[TrialRecord], slo: Slo, margins: Margins = DEFAULT_MARGINS, *, grid: Sequence[int] | None = None
-) -> ProductionChoice | None:
+def choose_production(trials: Sequence[TrialRecord], slo: Slo) -> ProductionChoice | None:
     """The operating point with the most throughput; within noise the smaller setting.
 
     Trials whose ladder shows a knee come first: a fenced or unfinished ladder is chosen from only where no other is,
@@ -85,15 +80,8 @@ def choose_production(
     Args:
         trials: any trials; only measured study trials count.
         slo: limits on the operating point.
-        margins: headroom it must keep.
-        grid: fences with a captured graph: a stage off this grid gives way to the next measured load below that is on
-            it, so that the fence was measured. None allows every load.
     """
-    choices = [
-        choice
-        for trial, measured in _studied(trials)
-        if (choice := _pinned(trial, measured, slo, margins, grid)) is not None
-    ]
+    choices = [choice for trial, measured in _studied(trials) if (choice := _pinned(trial, measured, slo)) is not None]
     if not choices:
         return None
     resolved = [choice for choice in choices if choice.knee.verdict is LadderVerdict.KNEE]
@@ -107,34 +95,30 @@ def choose_protective(
     ceiling: EngineConfig,
     trials: Sequence[TrialRecord],
     slo: Slo,
-    margins: Margins = DEFAULT_MARGINS,
     *,
-    grid: Sequence[int] | None = None,
     burst_tokens: int | None = None,
 ) -> list[ProtectiveCandidate]:
     """Measured configs below the ceiling, best first: no parameter above it, sequences or budget at least 20 % below.
 
     A stage at load L answers for the fence L of its trial's config. A smaller share is only taken with fewer sequences.
-    First come those whose KV blocks hold the burst, then those whose stage met the SLO and the margins, then those that
+    First come those whose KV blocks hold the burst, then those whose stage met the SLO with headroom, then those that
     cut both sequences and budget, then by throughput.
 
     Args:
         ceiling: production's config, or the defaults where there is no production.
         trials: any trials; only measured study trials count.
         slo: limits, for the order.
-        margins: headroom, for the order.
-        grid: fences with a captured graph; None allows every load.
         burst_tokens: prompt and output tokens of the burst's longest request; None where the burst is not known.
     """
     ranked = []
     for trial, measured in _studied(trials):
         for stage in _open_stages(measured.stages):
             config = _below(ceiling, trial.config, stage.load)
-            if config is None or (grid is not None and stage.load not in grid):
+            if config is None:
                 continue
             order = (
                 not _holds(config, measured.facts, burst_tokens),
-                not (complies(stage, slo) and keeps_margins(stage, margins)),
+                not (complies(stage, slo) and keeps_headroom(stage)),
                 not (config.max_num_seqs < ceiling.max_num_seqs and _meaningful_budget_cut(config, ceiling)),
                 -stage.output_throughput.value,
                 *smaller_first(config),
@@ -218,15 +202,12 @@ def _studied(trials: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, Measu
 
 
 def _open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
-    return [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in _LADDER_KINDS]
+    return [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in CLIMB_KINDS]
 
 
-def _pinned(
-    trial: TrialRecord, measured: Measured, slo: Slo, margins: Margins, grid: Sequence[int] | None
-) -> ProductionChoice | None:
-    knee = find_knee(points_of(measured.stages))
-    on_grid = [stage for stage in measured.stages if grid is None or stage.load in grid]
-    stage = operating_point(on_grid, knee, slo, margins)
+def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoice | None:
+    knee = find_knee(points_of(measured.stages), fence=trial.config.max_num_seqs)
+    stage = operating_point(measured.stages, knee, slo)
     if stage is None:
         return None
     bend = "shows no knee: " + knee.verdict.value if knee.load is None else f"bends at load {knee.load:g}"
@@ -300,13 +281,11 @@ def _cuts(config: EngineConfig, ceiling: EngineConfig) -> tuple[str, ...]:
 
 
 def _meets(request: RequestRecord, slo: Slo) -> bool:
-    """Whether a measured request met both limits by its own TTFT and TPOT."""
+    """Whether a measured request met both limits by its own TTFT and TPOT; a single token has no gap to be late."""
     if request.error is not None or request.rejected or request.warm_up or request.first_token_s is None:
         return False
-    ttft_ms = 1000 * (request.first_token_s - request.intended_s)
-    gaps = max(1, request.num_output_tokens - 1)
-    tpot_ms = 1000 * (request.finished_s - request.first_token_s) / gaps
-    return ttft_ms <= slo.ttft_p95_ms and tpot_ms <= slo.itl_p95_ms
+    tpot_s = latency.tpot_s(request) or 0.0
+    return 1e3 * latency.ttft_s(request) <= slo.ttft_p95_ms and 1e3 * tpot_s <= slo.itl_p95_ms
 
 
 def _resolved(production: ProductionChoice) -> str:
@@ -348,7 +327,7 @@ def _infeasible(measured: Sequence[tuple[TrialRecord, Measured]], slo: Slo) -> R
     ):
         reason = f"no stage meets the SLO: {figures}"
         return RunFinding(verdict=RunVerdict.SLO_INFEASIBLE, reason=reason, least_violating_trial=number)
-    if not any(_finding(outcome).verdict is LadderVerdict.KNEE for _, outcome in measured):
+    if not any(_finding(trial, outcome).verdict is LadderVerdict.KNEE for trial, outcome in measured):
         return None
     if any(complies(stage, slo) for stage in stages):
         reason = "no setting has a stage left of its knee inside the SLO without preemption and with KV headroom"
@@ -361,7 +340,7 @@ def _infeasible(measured: Sequence[tuple[TrialRecord, Measured]], slo: Slo) -> R
 
 def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
     """The verdict of ladders without a usable knee: what most promises an answer if repeated otherwise comes first."""
-    verdicts = {trial.number: _finding(outcome).verdict for trial, outcome in measured}
+    verdicts = {trial.number: _finding(trial, outcome).verdict for trial, outcome in measured}
     counts = Counter(verdicts.values())
     open_ended = counts[LadderVerdict.NOT_REACHED] + counts[LadderVerdict.FENCED]
     top = max(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))
@@ -377,8 +356,8 @@ def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
     return RunFinding(verdict=RunVerdict.TOO_FEW_STAGES, reason=reason)
 
 
-def _finding(outcome: Measured) -> KneeFinding:
-    return find_knee(points_of(outcome.stages), num_bootstrap=1)
+def _finding(trial: TrialRecord, outcome: Measured) -> KneeFinding:
+    return find_knee(points_of(outcome.stages), fence=trial.config.max_num_seqs, num_bootstrap=1)
 
 
 def _figure(value: float) -> str:

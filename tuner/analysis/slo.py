@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tuner.records import Estimate, KneeFinding, LadderVerdict, Record, Slo, StageKind, StageRecord
+from tuner.records import CLIMB_KINDS, Estimate, KneeFinding, LadderVerdict, Slo, StageRecord
 
 ITL_OVER_UNLOADED = 5.0
 """Derived limit of p95 ITL over the unloaded engine's median (Sarathi-Serve's strict SLO)."""
@@ -17,17 +17,8 @@ UNPROVEN = 0.05
 UNKNOWN = 10.0
 """Violation of a figure that is not known: it fails closed."""
 
-_LADDER_KINDS = (StageKind.LADDER, StageKind.BISECT)
-
-
-class Margins(Record):
-    """Headroom that an operating point must keep."""
-
-    kv_cache_usage_peak: float = 0.95
-    """Most of the KV cache that may be seen in use, 0 to 1."""
-
-
-DEFAULT_MARGINS = Margins()
+KV_HEADROOM = 0.05
+"""Share of the KV cache that must stay free."""
 
 
 def derive_slo(stages: Sequence[StageRecord]) -> Slo | None:
@@ -38,7 +29,7 @@ def derive_slo(stages: Sequence[StageRecord]) -> Slo | None:
             for stage in stages
             if stage.load == 1
             and stage.valid
-            and stage.kind in _LADDER_KINDS
+            and stage.kind in CLIMB_KINDS
             and _known(stage.itl_p50_ms)
             and _known(stage.ttft_p50_ms)
         ),
@@ -71,7 +62,7 @@ def complies(stage: StageRecord, slo: Slo) -> bool:
 
 def least_violating_stage(stages: Sequence[StageRecord], slo: Slo) -> StageRecord | None:
     """The valid, unfenced ladder stage whose worse p95 is least over its limit, the higher throughput among equals."""
-    ladder = [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in _LADDER_KINDS]
+    ladder = [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in CLIMB_KINDS]
     return min(
         ladder,
         key=lambda stage: (max(violations(stage, slo).values()), -stage.output_throughput.value, stage.load),
@@ -79,28 +70,26 @@ def least_violating_stage(stages: Sequence[StageRecord], slo: Slo) -> StageRecor
     )
 
 
-def keeps_margins(stage: StageRecord, margins: Margins = DEFAULT_MARGINS) -> bool:
+def keeps_headroom(stage: StageRecord) -> bool:
     """Whether nothing was preempted and the KV cache kept its headroom; what is unknown fails."""
     usage = stage.kv_cache_usage_peak
-    return stage.num_preemptions == 0 and usage is not None and usage <= margins.kv_cache_usage_peak
+    return stage.num_preemptions == 0 and usage is not None and usage <= 1 - KV_HEADROOM
 
 
-def operating_point(
-    stages: Sequence[StageRecord], knee: KneeFinding, slo: Slo, margins: Margins = DEFAULT_MARGINS
-) -> StageRecord | None:
-    """The stage of highest throughput left of the knee, inside the SLO and the margins; None where there is none.
+def operating_point(stages: Sequence[StageRecord], knee: KneeFinding, slo: Slo) -> StageRecord | None:
+    """The stage of highest throughput left of the knee, inside the SLO and with headroom; None where there is none.
 
     Left of a knee means strictly left. A fence is a limit we set, so it is safe to stand at it: without a knee every
     unfenced stage may be it, except on a ladder that is saturated from its first stage, where only that one may.
     """
-    ladder = [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in _LADDER_KINDS]
+    ladder = [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in CLIMB_KINDS]
     if not ladder:
         return None
     if knee.verdict is LadderVerdict.ALREADY_SATURATED:
         first = min(stage.load for stage in ladder)
         ladder = [stage for stage in ladder if stage.load == first]
     limit = knee.load if knee.verdict is LadderVerdict.KNEE and knee.load is not None else math.inf
-    fit = [stage for stage in ladder if stage.load < limit and keeps_margins(stage, margins) and complies(stage, slo)]
+    fit = [stage for stage in ladder if stage.load < limit and keeps_headroom(stage) and complies(stage, slo)]
     fit = [stage for stage in fit if math.isfinite(stage.output_throughput.value)]
     return max(fit, key=lambda stage: (stage.output_throughput.value, -stage.load), default=None)
 

@@ -108,12 +108,11 @@ def _samples(text: str, names: Iterable[str]) -> Iterable[Sample]:
 class Scraper:
     """Scrapes an engine five times a second while it is entered; what it saw is in `samples`.
 
-    A scrape that fails is counted and the next one tried: it makes a figure unknown, it does not end a stage.
+    A scrape that fails is missing and the next one tried: it makes a figure unknown, it does not end a stage.
     """
 
     def __init__(self, endpoint: Endpoint, *, origin_s: float) -> None:
         self.samples: list[MetricsSnapshot] = []
-        self.num_failed = 0
         self._endpoint = endpoint
         self._origin_s = origin_s
         self._connection: Connection | None = None
@@ -141,7 +140,6 @@ class Scraper:
                     self._connection = await connect(self._endpoint)
                 text = await fetch_text(self._connection, self._endpoint, "/metrics", timeout_s=_SCRAPE_TIMEOUT_S)
             except OSError:
-                self.num_failed += 1
                 return None
         snapshot = parse_snapshot(text, at_s=perf_counter() - self._origin_s)
         self.samples.append(snapshot)

@@ -33,10 +33,11 @@ class StageSpec:
 
     max_warm_up_s: float = 30.0
     target_relative_half_width: float = 0.05
-    """Precise: the half width of the throughput's 95 % interval is at most this share of it."""
+    """Precise: at a look, the half width of the throughput's 95 % interval is at most this share of it. The reported
+    interval is wider (`steady.EARLY_STOP_WIDENING`): who stops at the first narrow one has picked it."""
 
     stall_s: float = 60.0
-    """No token for so long while requests are in flight: stalled."""
+    """No token for so long while requests are in flight, and by its own counters the engine did nothing: stalled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

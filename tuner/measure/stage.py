@@ -10,7 +10,7 @@ import numpy as np
 
 from tuner.load.generator import ClosedLoop
 from tuner.load.workload import requests
-from tuner.measure import latency, steady
+from tuner.measure import latency, stall, steady
 from tuner.measure.latency import Window
 from tuner.measure.memory import PssSampler
 from tuner.measure.prometheus import MetricsSnapshot, Scraper
@@ -73,6 +73,8 @@ class _Watch:
         ended_by = stopped or await self._measure(start_s)
         window = Window(start_s, max(self._log.now_s(), start_s + 1e-3))
         after = None if ended_by == "stalled" else await self._scraper.scrape()
+        if ended_by == "time" and self._never_moved(start_s):
+            ended_by = "stalled"
         return Seen(window=window, ended_by=ended_by, num_users_through=num_users_through, before=before, after=after)
 
     async def _warm_up(self) -> EndedBy | None:
@@ -91,19 +93,18 @@ class _Watch:
         return None
 
     async def _measure(self, start_s: float) -> EndedBy:
+        looks = steady.Looks(self._spec.min_s)
         while (elapsed_s := self._log.now_s() - start_s) < self._spec.max_s:
             await asyncio.sleep(min(_POLL_S, self._spec.max_s - elapsed_s))
             if stopped := self._hopeless():
                 return stopped
-            if self._knows_enough(Window(start_s, self._log.now_s())):
+            if self._knows_enough(Window(start_s, self._log.now_s()), looks):
                 return "precise"
         return "time"
 
-    def _knows_enough(self, window: Window) -> bool:
-        if window.length_s < self._spec.min_s:
-            return False
+    def _knows_enough(self, window: Window, looks: steady.Looks) -> bool:
         ended = [record for record in latency.finished_inside(self._log.records, window) if record.error is None]
-        if len(ended) < self._spec.min_requests:
+        if len(ended) < self._spec.min_requests or not looks.is_due(window.length_s, request_s=mean_e2e_s(ended)):
             return False
         # Events, not tokens: counting tokens means parsing every stream in flight. The two are proportional.
         rate = latency.rate_estimate(np.array(self._log.event_times_s), window, correlation_s=mean_e2e_s(ended))
@@ -114,14 +115,20 @@ class _Watch:
         num_failed = sum(record.error is not None and not record.rejected for record in recent)
         if len(recent) == _RECENT_REQUESTS and num_failed > _RECENT_REQUESTS / 2:
             return "failures"
-        spec = self._spec
+        now_s = self._log.now_s()
         last_event_s = self._log.event_times_s[-1] if self._log.event_times_s else 0.0
-        quiet_s = self._log.now_s() - last_event_s
-        if quiet_s < min(spec.stall_s, spec.max_warm_up_s + spec.max_s - 2 * _POLL_S):
+        if now_s - last_event_s < self._spec.stall_s or self._log.num_in_flight == 0:
             return None
-        return "stalled" if self._log.num_in_flight > 0 and not self._engine_is_idle() else None
+        samples = self._scraped_since(now_s - self._spec.stall_s)
+        return None if stall.is_idle(samples) or stall.moved(samples) else "stalled"
 
-    def _engine_is_idle(self) -> bool:
-        """Whether the engine says that it has nothing to do; one that says nothing is not known to be idle."""
-        latest = self._scraper.samples[-1] if self._scraper.samples else None
-        return latest is not None and latest.running == 0 and latest.waiting == 0
+    def _never_moved(self, start_s: float) -> bool:
+        """Whether no request of the stage got an answer, and the engine says it has work and does none of it.
+
+        A stage shorter than `stall_s` ends before silence alone means anything; the engine's own word does.
+        """
+        silent = not self._log.event_times_s and not self._log.records and self._log.num_in_flight > 0
+        return silent and stall.is_stuck(self._scraped_since(start_s))
+
+    def _scraped_since(self, at_s: float) -> list[MetricsSnapshot]:
+        return [sample for sample in self._scraper.samples if sample.at_s >= at_s]

@@ -20,6 +20,9 @@ from tuner.records import Estimate, RequestRecord, StageRecord
 
 EndedBy = Literal["precise", "time", "failures", "stalled"]
 
+FEWEST_SCRAPES = 10
+"""So many must tell how full the engine was before that is held against the sender's count."""
+
 _UNKNOWN = float("nan")
 
 Number = TypeVar("Number", int, float)
@@ -78,8 +81,9 @@ def summarise(
     inside = [sample for sample in samples if window.holds(sample.at_s)]
     kv_cache_usage_peak = _most([sample.kv_cache_usage for sample in inside])
     arrivals_s = latency.arrival_times_s(records, window)
+    throughput = latency.rate_estimate(arrivals_s, window, correlation_s=mean_e2e_s(completed))
     trend = steady.has_trend(arrivals_s, window, tolerance=steady.UNSTEADY_TOLERANCE)
-    evidence = _evidence(spec, seen, log, records=records, trend=trend)
+    evidence = _evidence(spec, seen, log, records=records, inside=inside, trend=trend)
     reasons = invalid_reasons(evidence)
     return StageRecord(
         index=spec.index,
@@ -96,7 +100,7 @@ def summarise(
         num_failed=evidence.num_failed,
         num_rejected=evidence.num_rejected,
         first_error=evidence.first_error,
-        output_throughput=latency.rate_estimate(arrivals_s, window, correlation_s=mean_e2e_s(completed)),
+        output_throughput=steady.widened(throughput) if seen.ended_by == "precise" else throughput,
         request_throughput_rps=len(completed) / window.length_s,
         **_latencies_ms(completed, records, window),
         longest_stall_ms=_most([1e3 * record.longest_stall_s for record in completed]),
@@ -136,7 +140,15 @@ def _latencies_ms(
     return found
 
 
-def _evidence(spec: StageSpec, seen: Seen, log: LoadLog, *, records: Sequence[RequestRecord], trend: bool) -> Evidence:
+def _evidence(
+    spec: StageSpec,
+    seen: Seen,
+    log: LoadLog,
+    *,
+    records: Sequence[RequestRecord],
+    inside: Sequence[MetricsSnapshot],
+    trend: bool,
+) -> Evidence:
     window = seen.window
     ended = [record for record in records if not record.warm_up]
     completed = [record for record in ended if record.error is None]
@@ -147,6 +159,7 @@ def _evidence(spec: StageSpec, seen: Seen, log: LoadLog, *, records: Sequence[Re
     return Evidence(
         load=spec.load,
         ended_by=seen.ended_by,
+        measured_s=window.length_s,
         num_users_through=seen.num_users_through,
         trend=trend,
         num_completed=len(completed),
@@ -162,12 +175,24 @@ def _evidence(spec: StageSpec, seen: Seen, log: LoadLog, *, records: Sequence[Re
         prefix_hits=seen.grown(lambda metrics: metrics.prefix_hits),
         num_preemptions=seen.grown(lambda metrics: metrics.preemptions),
         mean_in_flight=mean_in_flight,
-        littles_law_ratio=steady.littles_law_ratio(records, window, mean_in_flight=mean_in_flight),
+        littles_law_ratio=steady.littles_law_ratio(completed, window, mean_in_flight=mean_in_flight),
+        mean_e2e_s=mean_e2e_s(completed),
+        engine_in_flight=_engine_in_flight(inside),
         send_slip_p95_ms=latency.percentile(slips_ms, 0.95).value,
         loop_lag_p95_ms=latency.percentile(lags_ms, 0.95).value,
         ttft_p95_ms=latency.percentile([1e3 * latency.ttft_s(record) for record in completed], 0.95).value,
         itl_p50_ms=1e3 * latency.itl_percentile(records, window, 0.5).value,
     )
+
+
+def _engine_in_flight(samples: Sequence[MetricsSnapshot]) -> float | None:
+    """Mean of running and waiting as the engine said; None where too few scrapes say both."""
+    counts = [
+        sample.running + sample.waiting
+        for sample in samples
+        if sample.running is not None and sample.waiting is not None
+    ]
+    return _mean(counts) if len(counts) >= FEWEST_SCRAPES else None
 
 
 def _mean(values: Sequence[float], *, empty: float = _UNKNOWN) -> float:

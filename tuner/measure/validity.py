@@ -14,6 +14,10 @@ MAX_PROMPT_DEVIATION = 0.05
 MAX_PREFIX_HIT_RATE = 0.01
 MIN_COMPLETED = 5
 
+ENGINE_TOLERANCE = 0.25
+"""The engine's count of requests may differ from the sender's by this share, or by one request: it is scraped a few
+times a second, and a request spends some of its time on the way."""
+
 MAX_SLIP_SHARE = 0.05
 """Most of TTFT that may be the sender's own lateness, both at p95."""
 
@@ -29,6 +33,7 @@ class Evidence:
 
     load: int
     ended_by: Literal["precise", "time", "failures", "stalled"]
+    measured_s: float
     num_users_through: int
     """Users whose first request had ended when the window began."""
 
@@ -51,6 +56,10 @@ class Evidence:
     num_preemptions: int | None
     mean_in_flight: float
     littles_law_ratio: float | None
+    mean_e2e_s: float
+    engine_in_flight: float | None
+    """Running and waiting, as the engine said on average."""
+
     send_slip_p95_ms: float
     loop_lag_p95_ms: float
     ttft_p95_ms: float
@@ -64,16 +73,26 @@ def invalid_reasons(seen: Evidence) -> tuple[str, ...]:
 
 def _ending(seen: Evidence) -> Iterator[str]:
     if seen.ended_by == "stalled":
-        yield "stalled: requests were in flight and no token arrived"
+        yield "stalled: requests were in flight, no token arrived, and the engine did not say that it did anything"
     if seen.ended_by == "failures":
         yield f"stopped early: too many of the latest requests failed, first with: {seen.first_error}"
-    if seen.num_users_through < seen.load:
+    if _none_ended(seen):
+        yield (
+            f"no request finished in {seen.measured_s:.1f} s: give the stage more time (measure.max_time), "
+            "or send shorter requests"
+        )
+    elif seen.num_users_through < seen.load:
         yield (
             f"not steady: when warm-up ended, {seen.num_users_through} of {seen.load} users "
             "had seen the end of their first request"
         )
     if seen.trend:
         yield "not steady: tokens came clearly faster in one half of the window than in the other"
+
+
+def _none_ended(seen: Evidence) -> bool:
+    """Whether time was up before any request ended, well or badly: this says nothing about the engine."""
+    return seen.ended_by == "time" and seen.num_completed + seen.num_failed + seen.num_rejected == 0
 
 
 def _answers(seen: Evidence) -> Iterator[str]:
@@ -84,7 +103,7 @@ def _answers(seen: Evidence) -> Iterator[str]:
             f"{MIN_SUCCESS_RATE:.0%}; first failure: {seen.first_error}"
         )
     fewest = max(MIN_COMPLETED, seen.load // 2)
-    if seen.num_completed < fewest:
+    if seen.num_completed < fewest and not _none_ended(seen):
         yield f"too few requests: {seen.num_completed} completed, {fewest} are needed at load {seen.load}"
     if seen.num_estimated:
         yield f"token counts are estimated: the server gave none for {seen.num_estimated} requests"
@@ -111,10 +130,17 @@ def _consistency(seen: Evidence) -> Iterator[str]:
     if not seen.num_rejected and abs(seen.load - seen.mean_in_flight) > LITTLE_TOLERANCE * seen.load:
         yield f"load not held: {seen.mean_in_flight:.2f} requests in flight on average where {seen.load} were to be"
     ratio = seen.littles_law_ratio
-    if ratio is not None and abs(1 - ratio) > LITTLE_TOLERANCE:
+    tolerance = LITTLE_TOLERANCE + seen.mean_e2e_s / seen.measured_s
+    if ratio is not None and abs(1 - ratio) > tolerance:
         yield (
             f"Little's law: throughput x latency is {ratio:.2f} of the {seen.mean_in_flight:.2f} requests in flight, "
-            f"more than {LITTLE_TOLERANCE:.0%} off"
+            f"more than {tolerance:.0%} off"
+        )
+    inside = seen.engine_in_flight
+    if inside is not None and abs(inside - seen.mean_in_flight) > max(1.0, ENGINE_TOLERANCE * seen.mean_in_flight):
+        yield (
+            f"another count: the engine had {inside:.2f} requests on average where {seen.mean_in_flight:.2f} "
+            f"of ours were in flight, more than {ENGINE_TOLERANCE:.0%} off"
         )
 
 

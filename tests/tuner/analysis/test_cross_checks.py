@@ -5,9 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.tuner.analysis.curves import DOUBLING, batch_server, universal_scalability
-from tuner.analysis.cross_checks import asymptote_crossing, cross_check, ten_percent_per_doubling, usl_peak
+from tests.tuner.analysis.curves import DOUBLING, batch_server, noisy, universal_scalability
+from tuner.analysis.cross_checks import (
+    asymptote_crossing,
+    cross_check,
+    kneedle,
+    ten_percent_per_doubling,
+    usl_peak,
+)
 
+PLAIN_BEND = np.array([100.0, 198, 390, 760, 1440, 2500, 2600, 2620])
 LOADS = np.array(DOUBLING, dtype=float)
 
 
@@ -26,9 +33,23 @@ def test_usl_peak_is_recovered_and_not_made_up() -> None:
 
 def test_ten_percent_per_doubling() -> None:
     """The first stage from which one more doubling buys less than 10 %, whatever the step really was."""
-    assert ten_percent_per_doubling(LOADS, np.array([100.0, 198, 390, 760, 1440, 2500, 2600, 2620])) == 32
+    assert ten_percent_per_doubling(LOADS, PLAIN_BEND) == 32
     assert ten_percent_per_doubling(np.array([16.0, 24, 32]), np.array([100.0, 106, 120])) is None
     assert ten_percent_per_doubling(np.array([16.0, 24, 32]), np.array([100.0, 105, 120])) == 16
+
+
+def test_kneedle_finds_the_plain_bend_on_the_linear_axis() -> None:
+    """Where the bend is plain, the first or the last stage is no answer; noise of 2 % does not change it."""
+    assert kneedle(LOADS, PLAIN_BEND) == 32
+    assert cross_check(LOADS, PLAIN_BEND).kneedle == 32
+    assert {kneedle(LOADS, noisy(PLAIN_BEND, 0.02, seed)) for seed in range(50)} == {32}
+
+
+def test_kneedle_makes_up_no_knee() -> None:
+    """A straight line, a constant and a curve that only bends upwards have none."""
+    assert kneedle(LOADS, 100 * LOADS) is None
+    assert kneedle(LOADS, np.full(8, 500.0)) is None
+    assert kneedle(LOADS, LOADS**2) is None
 
 
 def test_too_few_stages_give_no_cross_check() -> None:

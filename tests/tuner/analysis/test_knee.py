@@ -154,6 +154,34 @@ def test_a_fence_is_not_a_knee() -> None:
     assert find_knee(points(DOUBLING, batch_server(8)(np.minimum(loads, 32)), fence=32)).load == 8
 
 
+def test_the_fence_is_known_without_a_stage_past_it() -> None:
+    """An overload stage that is invalid or missing does not turn "raise max_num_seqs" into "extend the range"."""
+    ladder = points(DOUBLING, [100 * load for load in DOUBLING])
+    overload = LadderPoint(load=256, throughput=12_800.0, fenced=True)
+
+    for rest in ([], [dataclasses.replace(overload, valid=False)], [overload]):
+        finding = find_knee([*ladder, *rest], fence=128)
+        assert finding.verdict is LadderVerdict.FENCED
+        assert "raise max_num_seqs" in finding.warnings[0]
+
+
+def test_a_ladder_that_ended_below_the_fence_is_not_fenced() -> None:
+    """A range that stops at 128 of 512 is to be extended: the fence was never met, whatever overload did past it."""
+    ladder = points(DOUBLING, [100 * load for load in DOUBLING])
+    overload = LadderPoint(load=1024, throughput=51_200.0, fenced=True)
+
+    assert find_knee([*ladder, overload], fence=512).verdict is LadderVerdict.NOT_REACHED
+
+
+def test_a_fenced_stage_does_not_make_up_the_number() -> None:
+    """Power is compared over unfenced stages: four of them and an overload are four."""
+    ladder = points(DOUBLING[:4], PLAIN_BEND[:4])
+    finding = find_knee([*ladder, LadderPoint(load=16, throughput=760.0, fenced=True)], fence=8)
+
+    assert finding.verdict is LadderVerdict.TOO_FEW_STAGES
+    assert "4 valid and unfenced" in finding.warnings[0]
+
+
 def test_tail_onset_is_reported_with_its_figures() -> None:
     """A p95 that outruns the load is named where it begins, and does not move the knee."""
     ladder = points(DOUBLING, PLAIN_BEND)
@@ -272,7 +300,7 @@ def test_any_ladder_has_an_answer(ladder: list[LadderPoint], seed: int) -> None:
     assert (finding.load is not None) == (finding.verdict is LadderVerdict.KNEE)
     assert finding.load is None or finding.load in {point.load for point in ladder if point.valid and not point.fenced}
     assert isinstance(past_the_knee(ladder), bool)
-    suggested = suggest_bisection(ladder, grid=DOUBLING)
+    suggested = suggest_bisection(ladder)
     assert suggested is None or suggested not in {point.load for point in ladder}
 
 
@@ -319,17 +347,15 @@ def test_doubling_stops_when_the_knee_is_behind() -> None:
 
 
 def test_bisection_goes_where_the_peak_is() -> None:
-    """The next stage is asked for on the side of the best rung where the peak is, on the grid, and not twice."""
+    """The next stage is asked for on the side of the best rung where the peak is, and not twice."""
     loads = (1, 2, 4, 8, 16, 32, 64, 128)
     rates = batch_server(23)(np.array(loads, dtype=float))
     ladder = points(loads, rates, noise=0.02)
-    grid = tuple(range(8, 257, 8))
 
-    suggested = suggest_bisection(ladder, grid=grid)
+    suggested = suggest_bisection(ladder)
 
-    assert suggested == 24
-    assert suggest_bisection(ladder, grid=(1, 2, 4, 8, 16, 32)) is None
-    tried = [*ladder, LadderPoint(load=24, throughput=math.nan, valid=False)]
-    assert suggest_bisection(tried, grid=grid) is None
-    assert suggest_bisection(tried) not in {None, 24}
+    assert suggested == 23
+    tried = [*ladder, LadderPoint(load=23, throughput=math.nan, valid=False)]
+    assert suggest_bisection(tried) == 22
+    assert suggest_bisection(points((1, 2, 3), rates[:3], noise=0.02)) is None
     assert suggest_bisection(points(loads[:2], rates[:2])) is None

