@@ -345,7 +345,8 @@ def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
     open_ended = counts[LadderVerdict.NOT_REACHED] + counts[LadderVerdict.FENCED]
     top = max(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))
     if open_ended:
-        reason = f"no knee up to load {top} in {open_ended} of {len(measured)} ladders: extend the range"
+        way_out = "extend the range" if counts[LadderVerdict.NOT_REACHED] else "raise max_num_seqs"
+        reason = f"no knee up to load {top} in {open_ended} of {len(measured)} ladders: {way_out}"
         return RunFinding(verdict=RunVerdict.NOT_REACHED, reason=reason)
     if counts[LadderVerdict.ALREADY_SATURATED]:
         low = min(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))

@@ -57,6 +57,10 @@ def _straight(number: int) -> TrialRecord:
     return records.trial(number, BIG, outcome=Measured(facts=records.facts(BIG), stages=stages))
 
 
+def _short_of_the_fence(number: int) -> TrialRecord:
+    return _straight(number).model_copy(update={"config": BIG.model_copy(update={"max_num_seqs": 128})})
+
+
 def _failed(number: int) -> TrialRecord:
     return records.trial(number, BIG, outcome=Failed(kind=FailureKind.NO_KV_MEMORY, detail="0 blocks"))
 
@@ -273,6 +277,8 @@ def test_runs_without_an_answer_say_why() -> None:
     straight, flat = [_straight(0)], [_flat(0)]
     assert run_verdict(straight, choose_production(straight, WIDE), WIDE).verdict is RunVerdict.NOT_REACHED
     assert "up to load 64" in run_verdict(straight, None, WIDE).reason
+    assert "raise max_num_seqs" in run_verdict(straight, None, WIDE).reason
+    assert "extend the range" in run_verdict([_short_of_the_fence(1), *straight], None, WIDE).reason
     assert run_verdict(flat, choose_production(flat, WIDE), WIDE).verdict is RunVerdict.ALREADY_SATURATED
     short = [records.trial(0, BIG, outcome=Measured(facts=records.facts(BIG), stages=climbed(BIG, (1, 2, 4))))]
     assert run_verdict(short, choose_production(short, WIDE), WIDE).verdict is RunVerdict.TOO_FEW_STAGES
