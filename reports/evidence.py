@@ -66,12 +66,14 @@ _WHO = {TrialRole.CONFIRM_PRODUCTION: "Production", TrialRole.CONFIRM_BASELINE: 
 def overload(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> Table | None:
     """What load past the fence did: to the knee's trial, to production and to the defaults."""
     rows = []
+    shown = {recommendation.knee_trial, recommendation.baseline.trial if recommendation.baseline else None}
     for trial in trials:
         if not isinstance(trial.outcome, Measured):
             continue
         for stage in trial.outcome.stages:
-            if stage.kind is StageKind.OVERLOAD and trial.number == recommendation.knee_trial:
-                rows.append(_stage_row(f"Twice the fence of {trial.config.max_num_seqs} (trial {trial.number})", stage))
+            if stage.kind is StageKind.OVERLOAD and trial.number in shown:
+                whose = "the fence" if trial.number == recommendation.knee_trial else "the defaults' fence"
+                rows.append(_stage_row(f"Past {whose} of {trial.config.max_num_seqs} (trial {trial.number})", stage))
             if stage.kind is StageKind.DOUBLE:
                 rows.append(_stage_row(f"{_WHO[trial.role]} at twice production's load (trial {trial.number})", stage))
     head = ("", "Load", "Output throughput", "p95 TTFT", "p95 ITL", "Preemptions", "Failed", "Refused (503)")

@@ -25,21 +25,30 @@ ORDER = (
 """Launches in turn and back: what drifts on the machine meanwhile meets both alike."""
 
 
-def confirm_production(choice: ProductionChoice, defaults: EngineConfig, launches: Launches) -> ConfirmedPair:
-    """Launch production and the defaults in turn, at the operating point and at twice its load."""
+def confirm_production(
+    choice: ProductionChoice, defaults: EngineConfig, launches: Launches, *, burst_load: int
+) -> ConfirmedPair:
+    """Launch production and the defaults in turn, at the operating point and at twice its load.
+
+    Production's last launch is hit with the burst besides, so that protective has something to be compared with. Where
+    the job's time is up after one launch of each, that is all.
+    """
     load = choice.stage.load
-    plan = FixedSteps(
-        steps=(LadderStep(kind=StageKind.OPERATING, load=load), LadderStep(kind=StageKind.DOUBLE, load=2 * load))
-    )
+    steps = (LadderStep(kind=StageKind.OPERATING, load=load), LadderStep(kind=StageKind.DOUBLE, load=2 * load))
+    burst = LadderStep(kind=StageKind.BURST, load=burst_load)
     settings = {
         TrialRole.CONFIRM_PRODUCTION: (choice.config, "production"),
         TrialRole.CONFIRM_BASELINE: (defaults, "defaults"),
     }
     launches.expect(len(ORDER) + MAX_PROTECTIVE_LAUNCHES)
-    trials = []
-    for role in ORDER:
+    trials: list[TrialRecord] = []
+    for number, role in enumerate(ORDER, start=1):
         config, origin = settings[role]
+        plan = FixedSteps(steps=(*steps, burst) if number == len(ORDER) else steps)
         trials.append(launches.run(role, config, origin=origin, plan=plan))
+        if number == len(ORDER) // 2 and launches.is_time_up():
+            launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
+            break
     return ConfirmedPair(
         production=tuple(trial for trial in trials if trial.role is TrialRole.CONFIRM_PRODUCTION),
         baseline=tuple(trial for trial in trials if trial.role is TrialRole.CONFIRM_BASELINE),
@@ -57,7 +66,10 @@ def try_protective(
     """
     tried: list[ConfirmedProtective] = []
     setbacks: list[str] = []
-    for candidate in candidates[:MAX_PROTECTIVE_LAUNCHES]:
+    for number, candidate in enumerate(candidates[:MAX_PROTECTIVE_LAUNCHES]):
+        if number > 0 and launches.is_time_up():
+            launches.note("the job's time is up: no further protective candidate is tried")
+            break
         trial, stage = _launch(candidate, burst_load, launches)
         if stage is None:
             said = trial.outcome.detail if trial.outcome.outcome == "failed" else "its burst was not measured"

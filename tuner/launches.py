@@ -69,6 +69,10 @@ class Launches:
         """Since the job began. Unit: seconds."""
         return time.perf_counter() - self._begun_s
 
+    def is_time_up(self) -> bool:
+        """Whether the job has used the wall time it was given."""
+        return self.elapsed_s() >= self._job.budget.time
+
     def mean_launch_s(self, role: TrialRole) -> float | None:
         """Mean wall time of the launches of that role so far; None before the first."""
         walls = [trial.wall_s for trial in self.trials if trial.role is role and trial.launched]

@@ -40,6 +40,8 @@ class JobPlan(Record):
     model: str
     engine: str
     workload: str
+    burst: str
+    slo: str
     parameters: tuple[ParameterPlan, ...]
     num_combinations: int
     impossible: tuple[str, ...]
@@ -71,6 +73,8 @@ def plan_of(job: TuningJob) -> JobPlan:
         model=job.model,
         engine=job.engine.name,
         workload=job.workload.name,
+        burst=job.burst.name,
+        slo=_slo_text(job),
         parameters=tuple(_parameter(job, name) for name in SEARCHED),
         num_combinations=len(settings),
         impossible=impossible,
@@ -102,6 +106,13 @@ def cautious_values(job: TuningJob) -> SearchedValues:
         return start
     budget = max(start.max_num_seqs, min(start.max_num_batched_tokens, start.max_num_seqs * length))
     return start.model_copy(update={"max_num_batched_tokens": budget})
+
+
+def _slo_text(job: TuningJob) -> str:
+    limits = job.limits()
+    if limits is None:
+        return "derived from the unloaded engine"
+    return f"p95 TTFT {limits.ttft_p95_ms:g} ms, p95 ITL {limits.itl_p95_ms:g} ms"
 
 
 def _parameter(job: TuningJob, name: SearchedName) -> ParameterPlan:

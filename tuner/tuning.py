@@ -89,7 +89,7 @@ def _confirm(
     for _ in range(MAX_CHOICES):
         if choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
             break
-        pair = confirm_production(choice, defaults, launches)
+        pair = confirm_production(choice, defaults, launches, burst_load=_burst_load(choice, choice.stage.load))
         reason = refutation(choice, pair, slo)
         if reason is None:
             return Confirmations(choice=choice, pair=pair, setbacks=tuple(setbacks))
@@ -98,6 +98,11 @@ def _confirm(
         searched = [_without(trial, choice) for trial in searched]
         choice = choose_production(searched, slo)
     return Confirmations(setbacks=tuple(setbacks))
+
+
+def _burst_load(choice: ProductionChoice | None, otherwise: int) -> int:
+    load = otherwise if choice is None or choice.knee.load is None else choice.knee.load
+    return math.ceil(BURST_FACTOR * load)
 
 
 def _without(trial: TrialRecord, refuted: ProductionChoice) -> TrialRecord:
@@ -127,8 +132,6 @@ def _protect(
     candidates = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens)
     if not candidates:
         return confirmations
-    load = candidates[0].stage.load if choice is None or choice.knee.load is None else choice.knee.load
-    protective, setbacks = try_protective(
-        candidates, burst_load=math.ceil(BURST_FACTOR * load), slo=slo, launches=launches, store=store
-    )
+    burst_load = _burst_load(choice, candidates[0].stage.load)
+    protective, setbacks = try_protective(candidates, burst_load=burst_load, slo=slo, launches=launches, store=store)
     return replace(confirmations, protective=protective, setbacks=(*confirmations.setbacks, *setbacks))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -80,6 +81,8 @@ def _start_ray() -> None:
             num_cpus=1,
             _node_ip_address="127.0.0.1",
         )
+        # Ray's own handler ends the process with a stack dump; a stop from outside is the same as Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class _Worker:

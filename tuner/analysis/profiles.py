@@ -212,7 +212,8 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
         return None
     bend = "shows no knee: " + knee.verdict.value if knee.load is None else f"bends at load {knee.load:g}"
     evidence = (
-        f"{stage.output_throughput.value:.4g} tokens/s at load {stage.load}: the most inside the SLO, within noise",
+        f"{stage.output_throughput.value:.4g} tokens/s at load {stage.load}: of all stages left of their own knee and inside the "
+        "SLO the most, or within noise of it and the smaller setting",
         f"p95 TTFT {stage.ttft_p95_ms.value:.4g} ms, p95 ITL {stage.itl_p95_ms.value:.4g} ms",
         f"no preemption, KV use at most {_percent(stage.kv_cache_usage_peak)}",
         f"the ladder of trial {trial.number} {bend}",

@@ -97,7 +97,7 @@ def recommend(
     """Put the answer together; a `resolved` whose production was refuted is resolved no more."""
     choice, protective = confirmations.choice, confirmations.protective
     production_profile = None if choice is None else _production(choice, confirmations.pair)
-    protective_profile = None if protective is None else _protective(protective)
+    protective_profile = None if protective is None else _protective(protective, confirmations.pair)
     verdict, reason = _verdict(finding, choice, production_profile, confirmations.setbacks)
     return Recommendation(
         verdict=verdict,
@@ -199,8 +199,14 @@ def _figures(stages: Sequence[StageRecord]) -> str:
     )
 
 
-def _protective(confirmed: ConfirmedProtective) -> Profile:
+def _protective(confirmed: ConfirmedProtective, pair: ConfirmedPair | None) -> Profile:
     candidate = confirmed.candidate
+    evidence = [f"measured by trial {candidate.trial} at load {candidate.stage.load}"]
+    evidence += [
+        f"production under the same burst: {_figures([stage])}, "
+        f"{'unknown' if stage.num_preemptions is None else stage.num_preemptions} preemptions"
+        for stage in ([] if pair is None else stages_of(pair.production, StageKind.BURST))
+    ]
     measured = stages_of([confirmed.trial], StageKind.OPERATING)
     return Profile(
         name="protective",
@@ -208,7 +214,7 @@ def _protective(confirmed: ConfirmedProtective) -> Profile:
         operating_point=operating_point_of(measured or [candidate.stage]),
         trial=candidate.trial,
         confirmed_by=_numbers([confirmed.trial]),
-        evidence=(f"measured by trial {candidate.trial} at load {candidate.stage.load}",),
+        evidence=tuple(evidence),
         cuts=candidate.cuts,
         burst=confirmed.burst,
     )

@@ -33,7 +33,10 @@ def print_plan(job: TuningJob, *, as_json: bool) -> None:
 
 
 def _lines(planned: JobPlan) -> list[str]:
-    lines = [f"{planned.name}: model {planned.model} on the engine {planned.engine}, workload {planned.workload}"]
+    lines = [
+        f"{planned.name}: model {planned.model} on the engine {planned.engine}",
+        f"  workload {planned.workload}, burst {planned.burst}, SLO {planned.slo}",
+    ]
     for parameter in planned.parameters:
         values = ", ".join(f"{value:g}" for value in parameter.choices)
         lines += [f"  {parameter.name}: {values} {parameter.unit}", f"      {parameter.why}"]

@@ -47,10 +47,14 @@ def answer_lines(recommendation: Recommendation, path: Path) -> list[str]:
         gain = baseline.throughput_gain
         sure = "" if gain.low is None else f" (between {gain.low:.2f} and {gain.high:.2f})"
         lines.append(f"vs defaults throughput x {gain.value:.2f}{sure} at the same load, re-measured in turn")
+    if recommendation.production is not None:
+        lines += [f"            {sentence}" for sentence in recommendation.production.evidence[-2:]]
     if recommendation.protective is not None and recommendation.protective.burst is not None:
         burst = recommendation.protective.burst
-        held = "held" if burst.passed else f"NOT held: {'; '.join(burst.reasons)}"
-        lines.append(f"burst       {burst.load} long prompts at once on protective: {held}")
+        held = "held" if burst.passed else "NOT held"
+        figures = f"p95 ITL {milliseconds_text(burst.itl_p95_ms)}, p95 TTFT {milliseconds_text(burst.ttft_p95_ms)}"
+        reasons = f" ({'; '.join(burst.reasons)})" if burst.reasons else ""
+        lines.append(f"burst       {burst.load} long prompts at once on protective: {held}, {figures}{reasons}")
     time = recommendation.time
     share = 100 * time.overhead_s / time.wall_s if time.wall_s > 0 else 0.0
     lines.append(

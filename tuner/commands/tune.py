@@ -70,6 +70,7 @@ def _run(job: TuningJob, runs: Path, *, as_json: bool) -> RunVerdict:
 
     origin = provenance(job)
     store = RunStore.create(runs, job, origin)
+    typer.echo(f"{job.name}: {job.model} on {job.engine.name}, into {store.path}", err=True)
     try:
         with Workers() as workers:
             recommendation = run_tuning(job, store, origin, workers, PlainWatcher())
