@@ -211,9 +211,9 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
     if stage is None:
         return None
     bend = "shows no knee: " + knee.verdict.value if knee.load is None else f"bends at load {knee.load:g}"
+    most = "the most of all stages left of their own knee and inside the SLO, or within noise of it and smaller"
     evidence = (
-        f"{stage.output_throughput.value:.4g} tokens/s at load {stage.load}: of all stages left of their own knee and inside the "
-        "SLO the most, or within noise of it and the smaller setting",
+        f"{stage.output_throughput.value:.4g} tokens/s at load {stage.load}: {most}",
         f"p95 TTFT {stage.ttft_p95_ms.value:.4g} ms, p95 ITL {stage.itl_p95_ms.value:.4g} ms",
         f"no preemption, KV use at most {_percent(stage.kv_cache_usage_peak)}",
         f"the ladder of trial {trial.number} {bend}",
