@@ -44,7 +44,10 @@ def confirm_production(
     trials: list[TrialRecord] = []
     for number, role in enumerate(ORDER, start=1):
         config, origin = settings[role]
-        plan = FixedSteps(steps=(*steps, burst) if number == len(ORDER) else steps)
+        plan = FixedSteps(
+            steps=(*steps, burst) if number == len(ORDER) else steps,
+            request_rate_rps=choice.stage.request_throughput_rps,
+        )
         trials.append(launches.run(role, config, origin=origin, plan=plan))
         if number == len(ORDER) // 2 and launches.is_time_up():
             launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
@@ -93,9 +96,8 @@ def _launch(
         LadderStep(kind=StageKind.OPERATING, load=candidate.stage.load),
         LadderStep(kind=StageKind.BURST, load=burst_load),
     )
-    trial = launches.run(
-        TrialRole.CONFIRM_PROTECTIVE, candidate.config, origin="protective", plan=FixedSteps(steps=steps)
-    )
+    plan = FixedSteps(steps=steps, request_rate_rps=candidate.stage.request_throughput_rps)
+    trial = launches.run(TrialRole.CONFIRM_PROTECTIVE, candidate.config, origin="protective", plan=plan)
     stages = trial.outcome.stages if trial.outcome.outcome == "measured" else ()
     bursts = [stage for stage in stages if stage.kind is StageKind.BURST]
     return trial, bursts[-1] if bursts else None

@@ -36,6 +36,8 @@ class FixedSteps(Record):
     """Measure just these: what a confirmation does."""
 
     steps: tuple[LadderStep, ...]
+    request_rate_rps: float
+    """What the first step's load was seen to bring before: how long enough requests take is reckoned from it."""
 
 
 Plan = Ladder | FixedSteps

@@ -78,8 +78,8 @@ class Launches:
         walls = [trial.wall_s for trial in self.trials if trial.role is role and trial.launched]
         return sum(walls) / len(walls) if walls else None
 
-    def longest_stage_s(self) -> float | None:
-        """The longest a stage below the fence has taken so far; None before the first."""
+    def mean_stage_s(self) -> float | None:
+        """Mean wall time of the stages below the fence so far; None before the first."""
         walls = [
             stage.wall_s
             for trial in self.trials
@@ -87,7 +87,7 @@ class Launches:
             for stage in trial.outcome.stages
             if not stage.fenced
         ]
-        return max(walls, default=None)
+        return sum(walls) / len(walls) if walls else None
 
     def time_split(self) -> TimeSplit:
         """Where the time went so far."""

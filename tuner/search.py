@@ -23,6 +23,9 @@ from tuner.study import Objectives, Proposal, Study
 
 DEFAULTS_ORIGIN = "defaults"
 CAUTIOUS_ORIGIN = "cautious_start"
+STAGE_RESERVE = 1.5
+"""A confirming stage is held at a higher load than the mean rung, and takes so many times as long."""
+
 FEWEST_LAUNCHES = 2
 """The defaults and the cautious start are measured whatever the clock says."""
 
@@ -75,7 +78,8 @@ def _has_time(job: TuningJob, launches: Launches) -> bool:
     """Whether one more ladder fits before the confirmations must begin, by what starts and stages have taken so far."""
     ladder_s = launches.mean_launch_s(TrialRole.STUDY) or 0.0
     start_s = max((trial.start_s for trial in launches.trials), default=0.0)
-    stage_s = launches.longest_stage_s() or longest_stage_s(job)
+    mean_s = launches.mean_stage_s()
+    stage_s = longest_stage_s(job) if mean_s is None else STAGE_RESERVE * mean_s
     confirmation_s = CONFIRMATION_LAUNCHES * (start_s + CONFIRMATION_STAGES * stage_s)
     confirmation_s += MAX_PROTECTIVE_LAUNCHES * (start_s + PROTECTIVE_STAGES * stage_s)
     return launches.elapsed_s() + ladder_s + confirmation_s <= job.budget.time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ import uvloop
 from tuner.engines import builtin
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
 from tuner.job import TuningJob
-from tuner.ladder import LadderStep, Plan, next_step
+from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
 from tuner.measure.stage import MeasuredStage, StageSpec, Target, measure_stage
@@ -198,11 +199,12 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
     measure, index = spec.job.measure, len(stages)
     workload = spec.job.burst if step.kind is StageKind.BURST else spec.job.workload
     longer = workload.mean_request_tokens / spec.job.workload.mean_request_tokens
-    turn_s = min(longer * _seconds_for(step.load, stages), MAX_TURN_S)
+    rate_rps = _request_rate_rps(spec.plan, stages)
+    turn_s = min(longer * step.load / rate_rps, MAX_TURN_S)
     min_requests = measure.min_requests
     if step.kind is StageKind.LADDER:
         min_requests = min(min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load))
-    enough_s = min(longer * _seconds_for(min_requests, stages), MAX_STRETCH * measure.max_time)
+    enough_s = min(longer * min_requests / rate_rps, MAX_STRETCH * measure.max_time)
     return StageSpec(
         index=index,
         kind=step.kind,
@@ -218,10 +220,12 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
     )
 
 
-def _seconds_for(num_requests: int, stages: Sequence[StageRecord]) -> float:
-    """How long so many requests take at the best rate seen on this engine so far; 0 before there is any."""
-    rate_rps = max((stage.request_throughput_rps for stage in stages if stage.valid), default=0.0)
-    return num_requests / rate_rps if rate_rps > 0 else 0.0
+def _request_rate_rps(plan: Plan, stages: Sequence[StageRecord]) -> float:
+    """The best request rate seen on this engine so far, or before it; without bound where none was seen."""
+    seen = [stage.request_throughput_rps for stage in stages if stage.valid and stage.request_throughput_rps > 0]
+    if not seen and isinstance(plan, FixedSteps):
+        return plan.request_rate_rps
+    return max(seen, default=math.inf)
 
 
 def _outcome(engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]) -> Measured | Failed:

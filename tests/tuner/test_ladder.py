@@ -99,7 +99,7 @@ def test_an_overload_is_not_repeated() -> None:
 def test_fixed_steps_are_measured_in_order() -> None:
     """A confirmation measures what it was asked to, once."""
     steps = (LadderStep(kind=StageKind.OPERATING, load=16), LadderStep(kind=StageKind.DOUBLE, load=32))
-    plan = FixedSteps(steps=steps)
+    plan = FixedSteps(steps=steps, request_rate_rps=1.0)
     first = stage(_config(16), 16, kind=StageKind.OPERATING)
     second = stage(_config(16), 32, kind=StageKind.DOUBLE)
     assert next_step(plan, []) == steps[0]

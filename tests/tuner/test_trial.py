@@ -35,7 +35,7 @@ def _spec(directory: Path, plan: FixedSteps, *, over: dict[str, object] | None =
 
 
 def _steps(*loads: int, kind: StageKind = StageKind.LADDER) -> FixedSteps:
-    return FixedSteps(steps=tuple(LadderStep(kind=kind, load=load) for load in loads))
+    return FixedSteps(steps=tuple(LadderStep(kind=kind, load=load) for load in loads), request_rate_rps=50.0)
 
 
 def _run(spec: TrialSpec) -> tuple[list[StageRecord], TrialRecord]:

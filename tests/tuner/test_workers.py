@@ -39,7 +39,9 @@ def _spec(directory: Path, *loads: int) -> TrialSpec:
         config=EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.6, max_model_len=2048),
         origin="defaults",
         job=load_job("embedded", {"measure": QUICK}),
-        plan=FixedSteps(steps=tuple(LadderStep(kind=StageKind.LADDER, load=load) for load in loads)),
+        plan=FixedSteps(
+            steps=tuple(LadderStep(kind=StageKind.LADDER, load=load) for load in loads), request_rate_rps=50.0
+        ),
         directory=directory,
     )
 
