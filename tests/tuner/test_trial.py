@@ -17,7 +17,7 @@ from tuner.ladder import FixedSteps, LadderStep
 from tuner.records import EngineConfig, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.trial import TrialSpec, run_trial
 
-QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "1500ms", "max_warm_up": "1500ms", "precision": 0.3}
+QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "20s", "max_warm_up": "20s", "precision": 0.5}
 
 
 def _spec(directory: Path, plan: FixedSteps, *, over: dict[str, object] | None = None, **config: object) -> TrialSpec:

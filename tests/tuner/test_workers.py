@@ -21,7 +21,7 @@ from tuner.workers import Workers
 # Ray leaves sockets and files to the interpreter's exit.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
-QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "1s", "max_warm_up": "1s", "precision": 0.3}
+QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "20s", "max_warm_up": "20s", "precision": 0.5}
 
 
 @pytest.fixture(scope="module")
