@@ -58,6 +58,7 @@ class Page(NamedTuple):
     settings: Table | None
     evidence: tuple[str, ...]
     cuts: tuple[str, ...]
+    protective_evidence: tuple[str, ...]
     why: tuple[str, ...]
     cross_checks: Table | None
     overload: Table | None
@@ -91,6 +92,7 @@ def page(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> Page:
         settings=_settings(recommendation),
         evidence=recommendation.production.evidence if recommendation.production else (),
         cuts=recommendation.protective.cuts if recommendation.protective else (),
+        protective_evidence=recommendation.protective.evidence if recommendation.protective else (),
         why=evidence.why(recommendation),
         cross_checks=evidence.cross_checks(finding),
         overload=evidence.overload(recommendation, trials),

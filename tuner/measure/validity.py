@@ -14,8 +14,8 @@ MAX_PROMPT_DEVIATION = 0.05
 MAX_PREFIX_HIT_RATE = 0.01
 MIN_COMPLETED = 5
 
-ENGINE_TOLERANCE = 0.25
-"""The engine's count of requests may differ from the sender's by this share, or by one request: it is scraped a few
+ENGINE_TOLERANCE = 0.5
+"""The engine's count of requests may differ from the sender's by this share, or by two requests: it is scraped a few
 times a second, and a request spends some of its time on the way."""
 
 MAX_SLIP_SHARE = 0.05
@@ -137,7 +137,7 @@ def _consistency(seen: Evidence) -> Iterator[str]:
             f"more than {tolerance:.0%} off"
         )
     inside = seen.engine_in_flight
-    if inside is not None and abs(inside - seen.mean_in_flight) > max(1.0, ENGINE_TOLERANCE * seen.mean_in_flight):
+    if inside is not None and abs(inside - seen.mean_in_flight) > max(2.0, ENGINE_TOLERANCE * seen.mean_in_flight):
         yield (
             f"another count: the engine had {inside:.2f} requests on average where {seen.mean_in_flight:.2f} "
             f"of ours were in flight, more than {ENGINE_TOLERANCE:.0%} off"

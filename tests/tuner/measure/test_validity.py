@@ -55,8 +55,8 @@ def test_a_sound_stage_is_valid() -> None:
         ({"prefix_hits": 100}, ["warm cache", "1.0%"]),
         ({"prefix_hits": 100, "num_preemptions": None}, ["warm cache"]),
         ({"littles_law_ratio": 0.85}, ["Little", "0.85", "7.99"]),
-        ({"engine_in_flight": 12.0}, ["12.00", "7.99", "25%"]),
-        ({"engine_in_flight": 5.5}, ["5.50", "7.99"]),
+        ({"engine_in_flight": 13.0}, ["13.00", "7.99", "50%"]),
+        ({"engine_in_flight": 3.0}, ["3.00", "7.99"]),
         (
             {"ended_by": "time", "num_completed": 0, "num_users_through": 0, "littles_law_ratio": None},
             ["no request finished in 20.0 s", "measure.max_time"],
