@@ -6,17 +6,9 @@ from collections.abc import Sequence
 
 from reports.tables import Cell, Table, cell
 from tuner import wording
+from tuner.answer import BurstEvidence, KneeFinding, Recommendation
 from tuner.export.context import knee as knee_words
-from tuner.records import (
-    BurstEvidence,
-    KneeFinding,
-    Measured,
-    Recommendation,
-    StageKind,
-    StageRecord,
-    TrialRecord,
-    TrialRole,
-)
+from tuner.records import Measured, StageKind, StageRecord, TrialRecord, TrialRole
 
 _BINDING = {
     "kv_blocks": "What saturates there: KV blocks.",

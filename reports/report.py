@@ -18,7 +18,8 @@ from reports.figures.knee import knee_figure, knee_info
 from reports.figures.ladders import ladders_figure, ladders_info
 from reports.figures.pareto import pareto_figure, pareto_info
 from reports.view import page
-from tuner.records import Recommendation, TrialRecord
+from tuner.answer import Recommendation
+from tuner.records import TrialRecord
 
 
 def write_report(

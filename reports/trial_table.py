@@ -8,7 +8,8 @@ from reports.tables import Cell, Table
 from tuner import wording
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import operating_point
-from tuner.records import KneeFinding, Measured, Recommendation, Slo, StageRecord, TrialRecord, TrialRole
+from tuner.answer import KneeFinding, Recommendation, Slo
+from tuner.records import Measured, StageRecord, TrialRecord, TrialRole
 
 
 def trial_table(trials: Sequence[TrialRecord], recommendation: Recommendation) -> Table:

@@ -12,20 +12,10 @@ from reports import evidence
 from reports.tables import Cell, Table, cell
 from reports.trial_table import trial_table
 from tuner import wording
+from tuner.answer import Baseline, OperatingPoint, Profile, Provenance, Recommendation, RunVerdict, Slo, TimeSplit
 from tuner.export.context import knee as knee_words
 from tuner.export.runbook import Rung, Trigger, rungs, triggers
-from tuner.records import (
-    Baseline,
-    EngineConfig,
-    OperatingPoint,
-    Profile,
-    Provenance,
-    Recommendation,
-    RunVerdict,
-    Slo,
-    TimeSplit,
-    TrialRecord,
-)
+from tuner.records import EngineConfig, TrialRecord
 
 
 class TimePart(NamedTuple):

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, judge_burst
 from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective
+from tuner.answer import Slo
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
 from tuner.planning import MAX_PROTECTIVE_LAUNCHES
-from tuner.records import EngineConfig, Slo, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import EngineConfig, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore, read_requests
 
 ORDER = (

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tuner.answer import Slo
 from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
-from tuner.records import EngineConfig, Record, Slo
+from tuner.records import EngineConfig, Record
 from tuner.space import SEARCHED, SearchedValues, SearchSpace, load_space
 
 

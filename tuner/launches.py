@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+from tuner.answer import TimeSplit
 from tuner.job import TuningJob
 from tuner.ladder import Plan
 from tuner.progress import Clock, Watcher
-from tuner.records import EngineConfig, Failed, FailureKind, TimeSplit, TrialRecord, TrialRole
+from tuner.records import EngineConfig, Failed, FailureKind, TrialRecord, TrialRole
 from tuner.store import RunStore
 from tuner.trial import TrialRunner, TrialSpec, WorkerLostError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from tuner.answer import Provenance
 from tuner.job import TuningJob
-from tuner.records import Provenance
 
 PACKAGES = ("optuna", "ray", "torch", "transformers", "pandas", "numpy", "plotly", "aiohttp")
 """Those whose version can change a figure or a decision."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
+from tuner.answer import Slo
 from tuner.job import TuningJob
 from tuner.ladder import Ladder
 from tuner.launches import Launches
@@ -17,7 +18,7 @@ from tuner.planning import (
     default_values,
     longest_stage_s,
 )
-from tuner.records import SAYS_NOTHING, EngineConfig, Slo, TrialRecord, TrialRole
+from tuner.records import SAYS_NOTHING, EngineConfig, TrialRecord, TrialRole
 from tuner.space import broken_rule
 from tuner.study import Objectives, Proposal, Study
 

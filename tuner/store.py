@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from tuner.answer import Provenance, Recommendation, Slo
 from tuner.inputs import InputError, read_yaml, validated
 from tuner.job import TuningJob
-from tuner.records import Provenance, Recommendation, RequestRecord, Slo, StageRecord, TrialRecord
+from tuner.records import RequestRecord, StageRecord, TrialRecord
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, run_verdict
 from tuner.analysis.recommendation import Confirmations, recommend, refutation
+from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, Slo
 from tuner.confirm import confirm_production, try_protective
 from tuner.job import TuningJob
 from tuner.launches import Launches
 from tuner.planning import default_values
 from tuner.progress import Watcher
-from tuner.records import EngineConfig, LadderVerdict, Provenance, Recommendation, RunVerdict, Slo, TrialRecord
+from tuner.records import EngineConfig, TrialRecord
 from tuner.search import search
 from tuner.store import RunStore
 from tuner.study import Study

@@ -13,9 +13,7 @@ from reports.figures.style import (
     styled,
 )
 from tuner import wording
-from tuner.records import (
-    Recommendation,
-)
+from tuner.answer import Recommendation
 
 
 class BurstBar(NamedTuple):

@@ -15,14 +15,8 @@ from reports.figures.style import (
     marker,
     styled,
 )
-from tuner.records import (
-    Estimate,
-    Measured,
-    Recommendation,
-    StageKind,
-    TrialRecord,
-    TrialRole,
-)
+from tuner.answer import Recommendation
+from tuner.records import Estimate, Measured, StageKind, TrialRecord, TrialRole
 
 
 class ComparePoint(NamedTuple):

@@ -23,17 +23,9 @@ from reports.figures.style import (
     styled,
 )
 from tuner import wording
+from tuner.answer import LadderVerdict, Recommendation
 from tuner.export.context import knee as knee_words
-from tuner.records import (
-    CLIMB_KINDS,
-    Estimate,
-    LadderVerdict,
-    Measured,
-    Recommendation,
-    StageKind,
-    StageRecord,
-    TrialRecord,
-)
+from tuner.records import CLIMB_KINDS, Estimate, Measured, StageKind, StageRecord, TrialRecord
 
 
 class CurvePoint(NamedTuple):

@@ -16,11 +16,8 @@ from reports.figures.style import (
     powers_of_two,
     styled,
 )
-from tuner.records import (
-    CLIMB_KINDS,
-    Recommendation,
-    TrialRecord,
-)
+from tuner.answer import Recommendation
+from tuner.records import CLIMB_KINDS, TrialRecord
 
 
 class LadderLine(NamedTuple):

@@ -13,12 +13,8 @@ from reports.figures.style import (
     INK,
     styled,
 )
-from tuner.records import (
-    CLIMB_KINDS,
-    Recommendation,
-    StageRecord,
-    TrialRecord,
-)
+from tuner.answer import Recommendation
+from tuner.records import CLIMB_KINDS, StageRecord, TrialRecord
 
 
 class ParetoMark(NamedTuple):

@@ -9,19 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tuner.records import (
+from tuner.answer import (
     Baseline,
     BurstEvidence,
     CrossChecks,
-    EngineConfig,
-    EngineFacts,
-    Estimate,
-    Failed,
-    FailureKind,
     KneeFinding,
     LadderVerdict,
-    Measured,
-    MemoryFigures,
     OperatingPoint,
     ParetoPoint,
     Profile,
@@ -29,9 +22,18 @@ from tuner.records import (
     Recommendation,
     RunVerdict,
     Slo,
+    TimeSplit,
+)
+from tuner.records import (
+    EngineConfig,
+    EngineFacts,
+    Estimate,
+    Failed,
+    FailureKind,
+    Measured,
+    MemoryFigures,
     StageKind,
     StageRecord,
-    TimeSplit,
     TrialRecord,
     TrialRole,
 )

@@ -20,7 +20,8 @@ from tests.fakes.records import (
     trial,
     unresolved_run,
 )
-from tuner.records import Measured, RunVerdict, StageKind, TrialRole
+from tuner.answer import RunVerdict
+from tuner.records import Measured, StageKind, TrialRole
 
 
 @pytest.fixture(scope="module")

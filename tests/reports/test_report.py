@@ -20,7 +20,8 @@ from tests.fakes.records import (
     resolved_run,
     unresolved_run,
 )
-from tuner.records import Estimate, Failed, RunVerdict
+from tuner.answer import RunVerdict
+from tuner.records import Estimate, Failed
 
 UNRESOLVED = [verdict for verdict in RunVerdict if verdict is not RunVerdict.RESOLVED]
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)></style></title>"

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 from tests.fakes.records import resolved_run
-from tuner.records import Estimate, Recommendation
+from tuner.answer import Recommendation
+from tuner.records import Estimate
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "recommendation.schema.json"
 

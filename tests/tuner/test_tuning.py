@@ -7,19 +7,10 @@ from pathlib import Path
 
 from tests.fakes.records import estimate, resolved_run
 from tests.fakes.workers import FakeWorkers, Reshape, Rule
+from tuner.answer import Recommendation, RunVerdict
 from tuner.job import load_job
 from tuner.progress import Clock
-from tuner.records import (
-    EngineConfig,
-    Failed,
-    FailureKind,
-    Recommendation,
-    RunVerdict,
-    StageKind,
-    StageRecord,
-    TrialRecord,
-    TrialRole,
-)
+from tuner.records import EngineConfig, Failed, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore
 from tuner.trial import TrialSpec
 from tuner.tuning import run_tuning

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from tuner.records import Estimate, OperatingPoint, StageRecord
+from tuner.answer import OperatingPoint
+from tuner.records import Estimate, StageRecord
 
 _Number = TypeVar("_Number", int, float)
 

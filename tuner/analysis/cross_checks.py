@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from tuner.analysis.curve import FloatArray
-from tuner.records import CrossChecks
+from tuner.answer import CrossChecks
 
 SMALL_GAIN_PER_DOUBLING = 1.1
 _LARGEST_USL_ERROR = 0.2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tuner.records import CLIMB_KINDS, EngineConfig, KneeFinding, LadderVerdict, StageRecord
+from tuner.answer import KneeFinding, LadderVerdict
+from tuner.records import CLIMB_KINDS, EngineConfig, StageRecord
 
 FULL_KV_CACHE = 0.95
 WAITING_SHARE = 0.1

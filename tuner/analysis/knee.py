@@ -26,7 +26,8 @@ from tuner.analysis.curve import (
     curve_through,
     relative_noise,
 )
-from tuner.records import CLIMB_KINDS, KneeFinding, LadderVerdict, StageKind, StageRecord
+from tuner.answer import KneeFinding, LadderVerdict
+from tuner.records import CLIMB_KINDS, StageKind, StageRecord
 
 DEFAULT_R = 4.5
 """On a batch server's curve the maximum then lies where one more doubling buys 10 %."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.analysis.curve import DEFAULT_RELATIVE_NOISE
-from tuner.records import EngineConfig, Estimate, Measured, ParetoPoint, StageRecord, TrialRecord, TrialRole
+from tuner.answer import ParetoPoint
+from tuner.records import EngineConfig, Estimate, Measured, StageRecord, TrialRecord, TrialRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,19 +17,15 @@ from tuner.analysis.slo import (
     operating_point,
     violations,
 )
+from tuner.answer import BurstEvidence, KneeFinding, LadderVerdict, RunVerdict, Slo
 from tuner.measure import latency
 from tuner.records import (
     CLIMB_KINDS,
-    BurstEvidence,
     EngineConfig,
     EngineFacts,
     Failed,
-    KneeFinding,
-    LadderVerdict,
     Measured,
     RequestRecord,
-    RunVerdict,
-    Slo,
     StageRecord,
     TrialRecord,
     TrialRole,

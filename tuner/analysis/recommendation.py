@@ -10,22 +10,18 @@ from tuner.analysis.diagnosis import binding
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
 from tuner.analysis.slo import KV_HEADROOM
-from tuner.records import (
+from tuner.answer import (
     Baseline,
     BurstEvidence,
-    EngineConfig,
     KneeFinding,
     Profile,
     Provenance,
     Recommendation,
     RunVerdict,
     Slo,
-    StageKind,
-    StageRecord,
     TimeSplit,
-    TrialRecord,
-    TrialRole,
 )
+from tuner.records import EngineConfig, StageKind, StageRecord, TrialRecord, TrialRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tuner.records import CLIMB_KINDS, Estimate, KneeFinding, LadderVerdict, Slo, StageRecord
+from tuner.answer import KneeFinding, LadderVerdict, Slo
+from tuner.records import CLIMB_KINDS, Estimate, StageRecord
 
 ITL_OVER_UNLOADED = 5.0
 """Derived limit of p95 ITL over the unloaded engine's median (Sarathi-Serve's strict SLO)."""

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from tuner.answer import Profile
 from tuner.engines import builtin
 from tuner.export.context import ExportContext, ExportRefusedError
 from tuner.export.engine_yaml import engine_yaml
 from tuner.export.runbook import runbook
 from tuner.export.vllm_yaml import vllm_yaml
 from tuner.inputs import InputError
-from tuner.records import Profile
 from tuner.store import RunStore
 
 Format = Literal["engine", "vllm"]

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from tuner.answer import Profile, Recommendation, RunVerdict
 from tuner.commands.words import config_text, duration_text, estimate_text, milliseconds_text
-from tuner.records import Profile, Recommendation, RunVerdict
 from tuner.store import RunStore
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tuner.answer import RunVerdict
 from tuner.commands.export import EVERY_FORMAT, write_exports
 from tuner.commands.plan import print_plan
 from tuner.commands.report import write_run_report
@@ -14,7 +15,6 @@ from tuner.commands.show import print_answer
 from tuner.commands.watch import PlainWatcher
 from tuner.job import TuningJob, load_job
 from tuner.provenance import provenance
-from tuner.records import RunVerdict
 from tuner.store import RunStore
 
 EMBEDDED_JOB = "embedded"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import yaml
 
 from tuner import wording
-from tuner.records import Profile, Recommendation, RunVerdict
+from tuner.answer import Profile, Recommendation, RunVerdict
 
 
 class ExportRefusedError(ValueError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tuner import wording
+from tuner.answer import Profile, Recommendation, Slo
 from tuner.export.context import knee
-from tuner.records import EngineConfig, Profile, Recommendation, Slo
+from tuner.records import EngineConfig
 
 
 class Rung(NamedTuple):

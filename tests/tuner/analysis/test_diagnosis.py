@@ -7,7 +7,7 @@ import pytest
 from tests.fakes import records
 from tests.tuner.analysis.curves import climbed
 from tuner.analysis.diagnosis import binding
-from tuner.records import KneeFinding, LadderVerdict
+from tuner.answer import KneeFinding, LadderVerdict
 
 LADDER = climbed()
 KNEE = KneeFinding(verdict=LadderVerdict.KNEE, load=20.0)

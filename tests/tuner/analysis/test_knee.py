@@ -25,7 +25,8 @@ from tests.tuner.analysis.curves import (
     universal_scalability,
 )
 from tuner.analysis.knee import LadderPoint, find_knee, past_the_knee, points_of, suggest_bisection
-from tuner.records import LadderVerdict, StageKind
+from tuner.answer import LadderVerdict
+from tuner.records import StageKind
 
 PLAIN_BEND = (100, 198, 390, 760, 1440, 2500, 2600, 2620)
 SEEDS = 300

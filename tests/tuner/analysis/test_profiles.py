@@ -10,16 +10,14 @@ import pytest
 from tests.fakes import records
 from tests.tuner.analysis.curves import DOUBLING, climbed
 from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, judge_burst, run_verdict
+from tuner.answer import LadderVerdict, RunVerdict, Slo
 from tuner.records import (
     EngineConfig,
     Estimate,
     Failed,
     FailureKind,
-    LadderVerdict,
     Measured,
     RequestRecord,
-    RunVerdict,
-    Slo,
     StageKind,
     StageRecord,
     TrialRecord,

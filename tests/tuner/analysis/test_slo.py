@@ -15,7 +15,8 @@ from tuner.analysis.slo import (
     operating_point,
     violations,
 )
-from tuner.records import Estimate, KneeFinding, LadderVerdict, Slo, StageKind
+from tuner.answer import KneeFinding, LadderVerdict, Slo
+from tuner.records import Estimate, StageKind
 
 LADDER = climbed()
 KNEE_AT_24 = KneeFinding(verdict=LadderVerdict.KNEE, load=24.0)

@@ -17,8 +17,9 @@ from tests.fakes.records import estimate
 from tests.fakes.workers import FakeWorkers
 from tuner import __main__ as cli
 from tuner import workers
+from tuner.answer import Recommendation
 from tuner.job import TuningJob
-from tuner.records import Failed, FailureKind, Recommendation, StageRecord
+from tuner.records import Failed, FailureKind, StageRecord
 
 
 class _Pool(FakeWorkers):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.records import PRODUCTION, PROTECTIVE, protective_profile, resolved_run, unresolved_run
+from tuner.answer import Recommendation, RunVerdict
 from tuner.export.runbook import runbook, rungs, triggers
-from tuner.records import Recommendation, RunVerdict
 
 
 def with_protective(**changes: float) -> Recommendation:

@@ -10,10 +10,10 @@ import yaml
 
 from engine.config import EngineConfig as ServedConfig
 from tests.fakes.records import MIB, FakeRun, protective_profile, provenance, resolved_run, unresolved_run
+from tuner.answer import Profile, RunVerdict
 from tuner.export.context import ExportContext, ExportRefusedError, flag
 from tuner.export.engine_yaml import engine_yaml
 from tuner.export.vllm_yaml import vllm_yaml
-from tuner.records import Profile, RunVerdict
 
 EXPORTS = [engine_yaml, vllm_yaml]
 

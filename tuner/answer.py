@@ -1,0 +1,213 @@
+"""What a run answers: verdicts, the knee, both profiles and their evidence, as `recommendation.json` holds it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from tuner.records import EngineConfig, Estimate, Record
+
+SCHEMA_VERSION = 1
+"""Raised by one whenever a stored field changes its meaning or leaves."""
+
+
+class LadderVerdict(StrEnum):
+    """What a ladder says about its knee."""
+
+    KNEE = "knee"
+    FENCED = "fenced"
+    NOT_REACHED = "not_reached"
+    ALREADY_SATURATED = "already_saturated"
+    TOO_FEW_STAGES = "too_few_stages"
+
+
+class RunVerdict(StrEnum):
+    """What a run says about its question."""
+
+    RESOLVED = "resolved"
+    NOT_REACHED = "not_reached"
+    ALREADY_SATURATED = "already_saturated"
+    TOO_FEW_STAGES = "too_few_stages"
+    SLO_INFEASIBLE = "slo_infeasible"
+    NO_FEASIBLE_CONFIG = "no_feasible_config"
+
+
+class Slo(Record):
+    """Limits a setting must meet at its operating point."""
+
+    ttft_p95_ms: float = Field(gt=0)
+    itl_p95_ms: float = Field(gt=0)
+    derived: bool = False
+    """Whether the limits came from the unloaded engine because none were given."""
+
+
+class CrossChecks(Record):
+    """What other knee rules say; shown, never deciding. Loads, or None where a rule gives no answer."""
+
+    asymptote_crossing: float | None = None
+    usl: float | None = None
+    kneedle: float | None = None
+    ten_percent_per_doubling: float | None = None
+
+
+class KneeFinding(Record):
+    """The answer to one ladder."""
+
+    verdict: LadderVerdict
+    load: float | None = None
+    """The knee; None unless the verdict is `knee`."""
+
+    interval: tuple[float, float] | None = None
+    """Where the knee may stand, given the stages' noise."""
+
+    cautious_load: float | None = None
+    """The load of greatest Kleinrock power (r = 1)."""
+
+    binding: str | None = None
+    """What saturates there: `kv_blocks`, `token_budget`, `compute`, or `fence`, our own limit; None: unknown."""
+
+    signals: tuple[str, ...] = ()
+    """What was seen around the bend, in words: preemptions, dips, collapse, tail onset."""
+
+    dips: tuple[float, ...] = ()
+    cross_checks: CrossChecks = CrossChecks()
+    warnings: tuple[str, ...] = ()
+
+
+class OperatingPoint(Record):
+    """A measured stage a setting is meant to run at."""
+
+    load: int
+    output_throughput: Estimate
+    ttft_p95_ms: Estimate
+    itl_p95_ms: Estimate
+    num_preemptions: int | None
+    kv_cache_usage_peak: float | None
+    peak_memory_bytes: int | None
+    """Peak in use under load: weights, activation peak, peak used KV blocks."""
+
+    reserved_memory_bytes: int | None
+
+
+class ParetoPoint(Record):
+    """One (config, stage) that no other beats beyond noise."""
+
+    trial: int
+    stage: int
+    config: EngineConfig
+    load: int
+    output_throughput: float
+    ttft_p95_ms: float
+    itl_p95_ms: float
+
+
+class BurstEvidence(Record):
+    """What a burst of long prompts at twice the knee's load did to the protective profile."""
+
+    load: int
+    num_completed: int
+    num_failed: int
+    num_rejected: int
+    num_preemptions: int | None
+    ttft_p95_ms: Estimate
+    itl_p95_ms: Estimate
+    goodput_rps: float
+    """Requests per second that each met the SLO by their own TTFT and TPOT."""
+
+    kv_cache_usage_peak: float | None
+    passed: bool
+    reasons: tuple[str, ...] = ()
+    """Why it did not pass. A p95 TTFT over its limit is said here too, and does not fail: without valves it queues."""
+
+
+class Profile(Record):
+    """A named, deployable engine config with its evidence."""
+
+    name: Literal["production", "protective"]
+    config: EngineConfig
+    operating_point: OperatingPoint
+    trial: int
+    """The study trial it was chosen from."""
+
+    confirmed_by: tuple[int, ...] = ()
+    """Trials of its own that re-measured it; their figures are the reported ones."""
+
+    evidence: tuple[str, ...] = ()
+    """Sentences that say why, each with its figures."""
+
+    cuts: tuple[str, ...] = ()
+    """For the protective profile: each parameter below production and the failure it answers."""
+
+    burst: BurstEvidence | None = None
+
+
+class Baseline(Record):
+    """The engine's own defaults, and what production is worth beside them."""
+
+    trial: int
+    config: EngineConfig
+    operating_point: OperatingPoint | None
+    confirmed_by: tuple[int, ...] = ()
+    throughput_gain: Estimate | None = None
+    """Production over the defaults at production's load, re-measured in turn; 1.0 is no gain."""
+
+
+class TimeSplit(Record):
+    """Where the study's wall time went. Seconds."""
+
+    wall_s: float
+    start_s: float
+    measure_s: float
+    overhead_s: float
+    """What was neither an engine start nor load under measurement; waits count here."""
+
+
+class Provenance(Record):
+    """What a reader needs to judge whether the answer still holds."""
+
+    kneetune_version: str
+    engine: str
+    engine_version: str | None
+    model: str
+    model_hash: str
+    workload: str
+    workload_hash: str
+    device: str
+    hardware: str
+    python: str
+    packages: dict[str, str]
+    seed: int
+    created: str
+    simulated: bool = False
+
+
+class Recommendation(Record):
+    """The answer of a run: `recommendation.json`; its schema is published as `docs/recommendation.schema.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    verdict: RunVerdict
+    reason: str
+    """The verdict in one sentence, with its figures."""
+
+    slo: Slo | None
+    knee: KneeFinding | None
+    """Production's config with the fence lifted; None where the verdict is not `resolved`."""
+
+    knee_trial: int | None = None
+    """The trial whose ladder shows it."""
+
+    production: Profile | None
+    protective: Profile | None
+    baseline: Baseline | None
+    pareto: tuple[ParetoPoint, ...] = ()
+    safe_rate_rps: Estimate | None = None
+    least_violating_trial: int | None = None
+    """Where no setting meets the SLO: the one that comes closest."""
+
+    num_trials: int
+    num_failed: int
+    time: TimeSplit
+    provenance: Provenance
+    warnings: tuple[str, ...] = ()
