@@ -1,6 +1,6 @@
 """The command line: `kneetune COMMAND`.
 
-Exit codes: 0 done, 1 no answer (the verdict says why), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 no answer (the verdict says why), 2 bad input or a disk that does not take it, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def main() -> None:
     except InputError as error:
         for line in str(error).splitlines():
             typer.echo(f"error: {line}", err=True)
+        sys.exit(2)
+    except OSError as error:  # a full disk, a folder that may not be written
+        typer.echo(f"error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
         sys.exit(2)
 
 

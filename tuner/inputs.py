@@ -22,6 +22,10 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+MOST_SECONDS = 366 * 24 * 3600.0
+MOST_BYTES = 2**60
+
+
 class InputError(ValueError):
     """Something the user handed in cannot be used; the message says what, where and what would do."""
 
@@ -35,7 +39,10 @@ def parse_duration_s(text: object) -> float:
     match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a duration: write a number and its unit, such as 500ms, 30s, 10m or 1h")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > MOST_SECONDS:
+        raise ValueError(f"{text!r} is longer than a year")
+    return seconds
 
 
 def parse_size_bytes(text: object) -> int:
@@ -44,12 +51,12 @@ def parse_size_bytes(text: object) -> int:
     Raises:
         ValueError: for anything else.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
+    text = str(text) if isinstance(text, int) and not isinstance(text, bool) else text
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None:
+    size = 0 if match is None else int(match[1]) * _BINARY[match[2] or ""]
+    if not 0 < size < MOST_BYTES:
         raise ValueError(f"{text!r} is not a size in bytes: write 268435456 or 256M")
-    return int(match[1]) * _BINARY[match[2] or ""]
+    return size
 
 
 def parse_token_count(text: object) -> int:
@@ -107,7 +114,7 @@ def read_yaml(path: Path) -> object:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not YAML: {error}") from None
 
 
@@ -137,7 +144,7 @@ def _fault(model: type[BaseModel], fault: ErrorDetails) -> str:
             return f"{place!r} is missing"
         case _:
             text = fault["msg"].removeprefix("Value error, ")
-            return f"{place or 'document'}: {text} (got {_shown(fault['input'])})"
+            return f"{place}: {text} (got {_shown(fault['input'])})" if place else text
 
 
 def _shown(value: object) -> str:

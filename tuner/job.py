@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,8 @@ from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_pres
 from tuner.load.workload import Workload, load_workload
 from tuner.records import EngineConfig, Record
 from tuner.space import SEARCHED, SearchedValues, SearchSpace, load_space
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class FixedParameters(Record):
@@ -55,17 +58,24 @@ class SloSpec(Record):
 class Budget(Record):
     """When the search ends: whichever comes first."""
 
-    trials: int = Field(default=12, ge=3)
+    trials: int = Field(default=12, ge=3, le=10_000)
     """Settings to measure, the engine's defaults and the cautious start included."""
 
     time: DurationS = 1800.0
     """Wall time of the whole job, confirmations included."""
 
+    @field_validator("time")
+    @classmethod
+    def _some_time(cls, seconds: float) -> float:
+        if seconds <= 0:
+            raise ValueError("a job needs some time")
+        return seconds
+
 
 class MeasureSpec(Record):
     """How long a stage is held."""
 
-    min_requests: int = Field(default=60, ge=20)
+    min_requests: int = Field(default=60, ge=20, le=100_000)
     """Requests a stage tries to complete: 59 is what an interval for a p95 needs."""
 
     min_time: DurationS = 1.0
@@ -95,7 +105,7 @@ class TuningJob(Record):
     slo: SloSpec | None = None
     budget: Budget = Budget()
     measure: MeasureSpec = MeasureSpec()
-    max_load: int = Field(default=1024, ge=2)
+    max_load: int = Field(default=1024, ge=2, le=65_536)
     """Load no stage goes beyond."""
 
     seed: int = Field(default=0, ge=0)
@@ -119,6 +129,12 @@ class TuningJob(Record):
     def _something_to_search(self) -> TuningJob:
         if all(len(self.search_space.choices(name)) == 1 for name in SEARCHED):
             raise ValueError("search_space: every parameter has a single choice, so there is nothing to search")
+        budget, seqs = (self.search_space.choices(name) for name in ("max_num_batched_tokens", "max_num_seqs"))
+        if max(budget) < min(seqs):
+            raise ValueError(
+                f"search_space: no setting can work: the largest max_num_batched_tokens, {max(budget):g}, is below the "
+                f"smallest max_num_seqs, {min(seqs):g}"
+            )
         if self.engine.fixed.max_model_len is not None:
             for workload in (self.workload, self.burst):
                 workload.check_fits(self.engine.fixed.max_model_len)
@@ -142,7 +158,7 @@ def resolved_model(model: str) -> str:
         ValueError: for what looks like a folder and is none, or has no config.json.
     """
     path = Path(model).expanduser()
-    if model == "embedded" or (not path.is_dir() and not model.startswith((".", "/", "~"))):
+    if model == "embedded" or (not path.is_dir() and _HUB_ID.fullmatch(model)):
         return model
     if not (path / "config.json").is_file():
         raise ValueError(f"{path.absolute()} is not a Hugging Face folder: it has no config.json")

@@ -41,7 +41,13 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
     study.enqueue(cautious_values(job), CAUTIOUS_ORIGIN)
     slo, memory = job.limits(), None
     num_launched = 0
-    while num_launched < job.budget.trials and (num_launched < FEWEST_LAUNCHES or _has_time(job, launches)):
+    while num_launched < job.budget.trials:
+        if num_launched >= FEWEST_LAUNCHES and not _has_time(job, launches):
+            launches.note(
+                f"the search ends after {num_launched} launches: the rest of budget.time, {job.budget.time:g} s, "
+                "is for confirming"
+            )
+            break
         proposal = study.ask()
         if proposal is None:
             launches.note(f"every setting of the space is known after {num_launched} launches: the search ends early")

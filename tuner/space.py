@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Literal, get_args
 
@@ -50,7 +51,7 @@ class Parameters(Record):
     @classmethod
     def _whole_and_positive(cls, parameter: Parameter) -> Parameter:
         for value in parameter.choices:
-            if value != int(value) or value < 1:
+            if not math.isfinite(value) or value != int(value) or value < 1:
                 raise ValueError(f"{value:g} is not a whole number of at least 1")
         return parameter
 

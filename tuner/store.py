@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import yaml
+from pydantic import ValidationError
 
-from tuner.answer import Provenance, Recommendation, Slo
+from tuner.answer import SCHEMA_VERSION, Provenance, Recommendation, Slo
 from tuner.inputs import InputError, read_yaml, validated
 from tuner.job import TuningJob
-from tuner.records import RequestRecord, StageRecord, TrialRecord
+from tuner.records import Record, RequestRecord, StageRecord, TrialRecord
+
+_Record = TypeVar("_Record", bound=Record)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,7 +77,7 @@ class RunStore:
     def trials(self) -> list[TrialRecord]:
         """Every finished trial, by number."""
         files = sorted((self.path / "trials").glob("*/trial.json"))
-        return [TrialRecord.model_validate_json(file.read_text(encoding="utf-8")) for file in files]
+        return [read_record(TrialRecord, file) for file in files]
 
     def write_slo(self, slo: Slo) -> None:
         """Keep the limits in force; derived ones are known only after the first trial."""
@@ -98,13 +101,28 @@ class RunStore:
         file = self.path / "recommendation.json"
         if not file.is_file():
             raise InputError(f"{self.path}: this run has no answer yet (there is no recommendation.json)")
-        return Recommendation.model_validate_json(file.read_text(encoding="utf-8"))
+        return read_record(Recommendation, file)
 
     def _document(self) -> dict[str, object]:
         document = read_yaml(self.path / "job.yaml")
         if not isinstance(document, dict) or not {"job", "provenance"} <= document.keys():
             raise InputError(f"{self.path / 'job.yaml'}: not a run's job file (it has no `job` and `provenance`)")
         return document
+
+
+def read_record(model: type[_Record], path: Path) -> _Record:
+    """Read one record from its file.
+
+    Raises:
+        InputError: naming the file, if it is cut off or from another version.
+    """
+    try:
+        return model.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(
+            f"{path}: damaged, or written by another version: {first['msg']} (schema {SCHEMA_VERSION})"
+        ) from None
 
 
 def append_stage(directory: Path, stage: StageRecord) -> None:

@@ -145,7 +145,7 @@ def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
     log_path = spec.directory / "engine.log"
     if error.timed_out:
         return Failed(kind=FailureKind.START_TIMEOUT, detail=f"{error}; see {log_path}")
-    return builtin.last_words(log_path)
+    return builtin.last_words(log_path, exit_code=error.exit_code)
 
 
 def _broken(spec: TrialSpec, error: Exception) -> Failed:
@@ -230,7 +230,7 @@ def _request_rate_rps(plan: Plan, stages: Sequence[StageRecord]) -> float:
 
 def _outcome(engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]) -> Measured | Failed:
     if not engine.is_alive():
-        return builtin.last_words(engine.log_path)
+        return builtin.last_words(engine.log_path, exit_code=engine.exit_code())
     if _stalled(stages):
         last = stages[-1]
         detail = f"at load {last.load} requests waited and no token came; see {engine.log_path}"

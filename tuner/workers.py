@@ -28,6 +28,9 @@ import ray
 
 from tuner.trial import TrialEvent, TrialSpec, WorkerLostError, run_trial
 
+LIVENESS_S = 10.0
+"""Between two looks whether Ray still lives, while a stage is measured. Unit: seconds."""
+
 
 class Workers:
     """A Ray instance of our own on this machine, with one worker: one device takes one engine at a time."""
@@ -54,11 +57,14 @@ class Workers:
             _start_ray()
             self._worker = ray.remote(num_cpus=1, max_restarts=0)(_Worker).remote()
         try:
-            for reference in self._worker.run.remote(spec):
+            events = self._worker.run.remote(spec)
+            while (reference := _next(events)) is not None:
                 yield ray.get(reference)
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayError, _NodeLostError) as error:
             self._discard()
-            raise WorkerLostError(f"the worker of trial {spec.number} died: {error}") from error
+            ray.shutdown()  # whatever is left of the instance: the next trial gets a new one
+            first_line = str(error).strip().partition("\n")[0]
+            raise WorkerLostError(f"the worker of trial {spec.number} died: {first_line}") from error
         except BaseException:
             self._discard()  # a trial given up half-way: its engine ends with its worker
             raise
@@ -67,6 +73,18 @@ class Workers:
         if self._worker is not None:
             ray.kill(self._worker)
             self._worker = None
+
+
+class _NodeLostError(RuntimeError):
+    """Ray's own processes are gone."""
+
+
+def _next(events: ray.ObjectRefGenerator) -> ray.ObjectRef | None:
+    """The next event's reference, None at the end. A wait that could last for ever is asked now and then what for."""
+    while not ray.wait([events], timeout=LIVENESS_S)[0]:
+        if not any(node["Alive"] for node in ray.nodes()):
+            raise _NodeLostError("Ray's node is gone")
+    return next(events, None)
 
 
 def _start_ray() -> None:

@@ -23,6 +23,7 @@ from tuner.records import (
     CLIMB_KINDS,
     EngineConfig,
     EngineFacts,
+    Estimate,
     Failed,
     Measured,
     RequestRecord,
@@ -144,17 +145,14 @@ def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo)
         ((stage.num_preemptions or 0) > 0, f"{stage.num_preemptions} preemptions"),
         (stage.num_failed > 0, f"{stage.num_failed} requests failed: {stage.first_error}"),
         (stage.num_completed == 0, "no request was completed"),
-        (
-            over["itl_p95"] > 0,
-            f"p95 ITL is not proven inside {slo.itl_p95_ms:.4g} ms: {_figure(stage.itl_p95_ms.value)}",
-        ),
+        (over["itl_p95"] > 0, _over("p95 ITL", stage.itl_p95_ms, slo.itl_p95_ms)),
         (usage is None, "peak KV use is unknown"),
         (usage is not None and usage > 1 - KV_HEADROOM, f"KV use peaked at {_percent(usage)}: under 5 % is left"),
     ]
     reasons = [reason for failed, reason in failures if failed]
     passed = not reasons
     if over["ttft_p95"] > 0:
-        reasons.append(f"p95 TTFT {_figure(stage.ttft_p95_ms.value)} is over {slo.ttft_p95_ms:.4g} ms: it queues")
+        reasons.append(f"{_over('p95 TTFT', stage.ttft_p95_ms, slo.ttft_p95_ms)}: requests queue")
     good = sum(_meets(request, slo) for request in requests)
     return BurstEvidence(
         load=stage.load,
@@ -301,6 +299,11 @@ def _nothing_feasible(trials: Sequence[TrialRecord]) -> RunFinding:
         if trial.role is TrialRole.STUDY
     )
     listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none was launched"
+    said = Counter(
+        trial.outcome.detail for trial in trials if trial.role is TrialRole.STUDY and isinstance(trial.outcome, Failed)
+    )
+    if said:
+        listed += f"; most often: {said.most_common(1)[0][0]}"
     return RunFinding(
         verdict=RunVerdict.NO_FEASIBLE_CONFIG, reason=f"no feasible configuration among {kinds.total()}: {listed}"
     )
@@ -356,6 +359,13 @@ def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
 
 def _finding(trial: TrialRecord, outcome: Measured) -> KneeFinding:
     return find_knee(points_of(outcome.stages), fence=trial.config.max_num_seqs, num_bootstrap=1)
+
+
+def _over(name: str, measured: Estimate, limit_ms: float) -> str:
+    """Why a p95 does not count as inside its limit: it is over it, or too few samples carry it."""
+    if measured.value <= limit_ms:
+        return f"{name} {_figure(measured.value)} of {limit_ms:.4g} ms rests on {measured.num_samples} samples: too few"
+    return f"{name} {_figure(measured.value)} is over {limit_ms:.4g} ms"
 
 
 def _figure(value: float) -> str:

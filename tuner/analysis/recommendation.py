@@ -110,7 +110,11 @@ def recommend(
         num_failed=sum(trial.outcome.outcome == "failed" for trial in trials),
         time=time,
         provenance=provenance.model_copy(update={"device": _device(trials, provenance)}),
-        warnings=(*confirmations.setbacks, *_warnings(production_profile, protective_profile)),
+        warnings=(
+            *confirmations.setbacks,
+            *_failed_defaults(trials, defaults),
+            *_warnings(production_profile, protective_profile),
+        ),
     )
 
 
@@ -245,5 +249,17 @@ def _warnings(production: Profile | None, protective: Profile | None) -> list[st
         found.append(f"protective did not hold under the burst: {'; '.join(protective.burst.reasons)}")
     if production is not None and protective is None:
         found.append("there is no protective profile")
-    found.append("no safe rate was measured: the figures are for a closed loop, an open one needs headroom below them")
+    if production is not None:
+        found.append("no safe rate was measured: an open loop needs headroom below these closed-loop figures")
     return found
+
+
+def _failed_defaults(trials: Sequence[TrialRecord], defaults: EngineConfig) -> list[str]:
+    """That there is nothing to compare with, where the engine's own defaults never gave a ladder."""
+    tried = [trial for trial in trials if trial.role is TrialRole.STUDY and trial.config == defaults]
+    failed = [trial for trial in tried if trial.outcome.outcome == "failed"]
+    return [
+        f"the engine's defaults failed in trial {trial.number}: {trial.outcome.kind.value}: {trial.outcome.detail}"
+        for trial in failed
+        if trial.outcome.outcome == "failed" and len(failed) == len(tried)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,7 @@ def _run(job: TuningJob, runs: Path, *, as_json: bool) -> RunVerdict:
     from tuner.tuning import run_tuning
     from tuner.workers import Workers
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop from outside is the same as Ctrl-C
     origin = provenance(job)
     store = RunStore.create(runs, job, origin)
     typer.echo(f"{job.name}: {job.model} on {job.engine.name}, into {store.path}", err=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tuner.records import EngineConfig, Estimate
 
 
@@ -28,5 +30,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 def milliseconds_text(estimate: Estimate) -> str:
     """A latency, in brackets where there were too few samples to say how sure it is."""
+    if math.isnan(estimate.value):
+        return "unknown"
     text = f"{estimate.value:.0f} ms" if estimate.value >= 10 else f"{estimate.value:.1f} ms"
     return text if estimate.has_interval else f"({text})"

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.engines.process import read_url
+from tuner.engines.process import how_it_ended, read_url
 from tuner.job import EngineSpec
 from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import read_info, read_memory_bytes
@@ -48,13 +48,13 @@ def cpus_flag(count: int) -> str:
     return f"count:{count}"
 
 
-def last_words(log_path: Path) -> Failed:
-    """Why an engine of ours ended, by the decisive line it leaves in its log: a kind and a message."""
+def last_words(log_path: Path, *, exit_code: int | None = None) -> Failed:
+    """Why an engine of ours ended, by the decisive line it leaves in its log; without one, by its exit code."""
     for line in reversed(log_path.read_text(encoding="utf-8", errors="replace").splitlines()):
         event = _event(line)
         if event is not None:
             return Failed(kind=FailureKind(event["kind"]), detail=event["message"])
-    return Failed(kind=FailureKind.CRASHED, detail=f"it gave no reason; see {log_path}")
+    return Failed(kind=FailureKind.CRASHED, detail=f"{how_it_ended(exit_code)} and gave no reason; see {log_path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

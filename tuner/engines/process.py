@@ -55,6 +55,9 @@ class RunningEngine:
     start_s: float
     """From the launch to the first healthy answer."""
 
+    exit_code: Callable[[], int | None]
+    """Its exit code once it has ended (minus the signal that killed it), None before."""
+
     def is_alive(self) -> bool:
         """Whether this very process still runs."""
         try:
@@ -62,6 +65,17 @@ class RunningEngine:
             return process.create_time() == self.create_time and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """An exit code in words."""
+    if exit_code is None:
+        return "the engine ended"
+    if exit_code == -signal.SIGKILL:
+        return "the engine was killed by signal 9, probably for memory,"
+    if exit_code < 0:
+        return f"the engine was killed by signal {-exit_code}"
+    return f"the engine ended with exit code {exit_code}"
 
 
 def free_port() -> int:
@@ -127,7 +141,7 @@ def launched(
         _wait_until_healthy(process, f"{base_url}/health", timeout_s=timeout_s)
         start_s = time.perf_counter() - begun
         family = _family(process.pid)
-        yield RunningEngine(process.pid, create_time, base_url, log_path, start_s)
+        yield RunningEngine(process.pid, create_time, base_url, log_path, start_s, process.poll)
     finally:
         _stop(process, family)
 
