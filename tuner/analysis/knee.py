@@ -137,9 +137,13 @@ def suggest_bisection(points: Sequence[LadderPoint]) -> int | None:
         return None
     low, high = open_points[left].load, open_points[right].load
     tried = {point.load for point in points}
-    middle = math.sqrt(low) * math.sqrt(high)
-    candidates = [load for load in range(math.floor(low) + 1, math.ceil(high)) if load not in tried]
-    return min(candidates, key=lambda load: (abs(math.log(load / middle)), load), default=None)
+    middle = math.floor(math.sqrt(low) * math.sqrt(high))
+    # One of the first whole loads around the middle is untried, however wide the gap is.
+    near = range(middle - len(tried), middle + len(tried) + 2)
+    candidates = [load for load in near if low < load < high and load not in tried]
+    return min(
+        candidates, key=lambda load: (abs(math.log(load / (math.sqrt(low) * math.sqrt(high)))), load), default=None
+    )
 
 
 def past_the_knee(points: Sequence[LadderPoint]) -> bool:

@@ -347,6 +347,14 @@ def test_doubling_stops_when_the_knee_is_behind() -> None:
     assert past_the_knee(points(DOUBLING[:5], [500.0] * 5))
 
 
+def test_a_bisection_of_a_gap_of_any_width_is_cheap() -> None:
+    """A ladder in odd units, with loads in the millions, does not eat the machine's memory."""
+    loads = [1e12 * 2**k for k in range(10)]
+    load = suggest_bisection(points(loads, [load / (5e12 + load) for load in loads]))
+    assert load is not None
+    assert loads[0] < load < loads[-1]
+
+
 def test_bisection_goes_where_the_peak_is() -> None:
     """The next stage is asked for on the side of the best rung where the peak is, and not twice."""
     loads = (1, 2, 4, 8, 16, 32, 64, 128)
