@@ -99,7 +99,8 @@ def find_knee(
     limit = _last_without_preemptions(open_points)
     at_fence = len(open_points) < len(usable) if fence is None else open_points[-1].load >= fence
     verdict = _verdict(curve, best, limit, r=r, at_fence=at_fence)
-    loads, throughput = np.exp(curve.log_loads), np.exp(curve.log_measured)
+    loads = np.array([point.load for point in open_points])
+    throughput = np.exp(curve.log_measured)
     warnings += _verdict_warnings(verdict, open_points)
     is_knee = verdict is LadderVerdict.KNEE
     answer = min(best, limit)
