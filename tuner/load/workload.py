@@ -131,6 +131,9 @@ def requests(
 ) -> Iterator[PromptRequest]:
     """Draw requests without end; the same entropy gives the same sequence, any other shares no prompt with it.
 
+    Lengths follow from the study's seed alone: every stage of every trial gets the same sequence of them, so that two
+    settings do not differ by the luck of the draw (common random numbers).
+
     Args:
         token_ids: ids that are ordinary tokens in the model's vocabulary.
         entropy: (study seed, trial, stage, repeat): whatever tells this sequence from all others of a study.
@@ -139,18 +142,22 @@ def requests(
         WorkloadError: where the longest request does not fit `max_model_len`.
     """
     workload.check_fits(max_model_len)
-    return _draw_requests(workload, token_ids, np.random.default_rng(np.random.SeedSequence(list(entropy))))
+    lengths = np.random.default_rng(np.random.SeedSequence(entropy[0]))
+    ids = np.random.default_rng(np.random.SeedSequence(list(entropy)))
+    return _draw_requests(workload, token_ids, lengths, ids)
 
 
-def _draw_requests(workload: Workload, token_ids: range, rng: np.random.Generator) -> Iterator[PromptRequest]:
+def _draw_requests(
+    workload: Workload, token_ids: range, lengths_rng: np.random.Generator, ids_rng: np.random.Generator
+) -> Iterator[PromptRequest]:
     index = 0
     while True:
-        num_prompt_tokens = workload.input_len.draw(rng)
-        ids = rng.integers(token_ids.start, token_ids.stop, size=num_prompt_tokens)
+        num_prompt_tokens = workload.input_len.draw(lengths_rng)
+        ids = ids_rng.integers(token_ids.start, token_ids.stop, size=num_prompt_tokens)
         yield PromptRequest(
             index=index,
             prompt_token_ids=tuple(ids.tolist()),
-            max_tokens=workload.output_len.draw(rng),
+            max_tokens=workload.output_len.draw(lengths_rng),
             temperature=workload.temperature,
             ignore_eos=workload.ignore_eos,
         )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.inputs import InputError
-from tuner.load.workload import Workload, WorkloadError, load_workload, requests
+from tuner.load.workload import PromptRequest, Workload, WorkloadError, load_workload, requests
 
 SMALL = {"input_len": {"kind": "uniform", "low": 3, "high": 9}, "output_len": {"kind": "fixed", "tokens": 5}}
 
@@ -94,3 +94,16 @@ def test_a_workload_longer_than_the_model_is_refused_before_anything_is_sent() -
     with pytest.raises(WorkloadError, match=r"4224 tokens.*max_model_len=4223"):
         requests(load_workload("summarise"), token_ids=range(256), max_model_len=4223, entropy=(0,))
     requests(load_workload("summarise"), token_ids=range(256), max_model_len=4224, entropy=(0,))
+
+
+def test_trials_of_one_study_get_the_same_lengths_and_different_prompts() -> None:
+    """Two settings are told apart by what they do, not by one of them having drawn the shorter requests."""
+    workload = load_workload("chat-short")
+
+    def drawn(entropy: tuple[int, ...]) -> list[PromptRequest]:
+        return list(islice(requests(workload, token_ids=range(256), max_model_len=2048, entropy=entropy), 50))
+
+    one, other, next_study = drawn((0, 1, 2)), drawn((0, 5, 3)), drawn((1, 1, 2))
+    lengths = [[(len(each.prompt_token_ids), each.max_tokens) for each in some] for some in (one, other, next_study)]
+    assert lengths[0] == lengths[1] != lengths[2]
+    assert not {each.prompt_token_ids[:16] for each in one} & {each.prompt_token_ids[:16] for each in other}
