@@ -14,6 +14,7 @@ from tuner.commands.plan import print_plan
 from tuner.commands.report import write_run_report
 from tuner.commands.show import print_answer
 from tuner.commands.watch import PlainWatcher
+from tuner.inputs import InputError
 from tuner.job import TuningJob, load_job
 from tuner.provenance import provenance
 from tuner.store import RunStore
@@ -79,6 +80,8 @@ def _run(job: TuningJob, runs: Path, *, as_json: bool) -> RunVerdict:
     except KeyboardInterrupt:
         typer.echo(f"interrupted: the engine is stopped, the trials that ended are kept in {store.path}", err=True)
         raise typer.Exit(130) from None
+    except OSError as error:
+        raise InputError(f"{store.path}: {error.strerror or error}; the trials that ended are kept there") from error
     write_exports(store, EVERY_FORMAT, store.path / "export")
     write_run_report(store)
     print_answer(recommendation, store.path, as_json=as_json)
