@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tuner.records import Estimate
+from tuner.records import EngineConfig, Estimate
 
 UNKNOWN = "unknown"
+
+
+def config_text(config: EngineConfig) -> str:
+    """The three searched values in one short line."""
+    return (
+        f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
+        f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    )
 
 
 def number(value: float) -> str:

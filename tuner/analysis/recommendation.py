@@ -22,6 +22,7 @@ from tuner.answer import (
     TimeSplit,
 )
 from tuner.records import EngineConfig, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.wording import config_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,9 @@ def refutation(choice: ProductionChoice, pair: ConfirmedPair, slo: Slo) -> str |
     stages = stages_of(pair.production, StageKind.OPERATING)
     if not stages:
         failures = [trial.outcome.detail for trial in pair.production if trial.outcome.outcome == "failed"]
-        return f"no launch of {_settings(choice)} gave a valid stage: {'; '.join(failures) or 'none was valid'}"
+        return (
+            f"no launch of {config_text(choice.config)} gave a valid stage: {'; '.join(failures) or 'none was valid'}"
+        )
     point = operating_point_of(stages)
     faults = []
     if point.num_preemptions != 0:
@@ -77,7 +80,7 @@ def refutation(choice: ProductionChoice, pair: ConfirmedPair, slo: Slo) -> str |
             faults.append(f"p95 {name} {measured:.4g} of {limit:.4g} ms")
     if not faults:
         return None
-    return f"{_settings(choice)} was refuted when re-measured at load {point.load}: {', '.join(faults)}"
+    return f"{config_text(choice.config)} was refuted when re-measured at load {point.load}: {', '.join(faults)}"
 
 
 def recommend(
@@ -142,14 +145,6 @@ def _device(trials: Sequence[TrialRecord], provenance: Provenance) -> str:
             size = "" if facts.memory_total_bytes is None else f", {facts.memory_total_bytes / 2**20:.0f} MiB"
             return f"{facts.device}{size}"
     return provenance.device
-
-
-def _settings(choice: ProductionChoice) -> str:
-    config = choice.config
-    return (
-        f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
-        f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
-    )
 
 
 def stages_of(trials: Sequence[TrialRecord], kind: StageKind) -> list[StageRecord]:

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from tuner.answer import Profile, Recommendation, RunVerdict
-from tuner.commands.words import config_text, duration_text, estimate_text, milliseconds_text
+from tuner.commands.words import duration_text, estimate_text, milliseconds_text
 from tuner.store import RunStore
+from tuner.wording import config_text
 
 
 def show(

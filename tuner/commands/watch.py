@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from tuner.commands.words import config_text, duration_text, estimate_text, milliseconds_text
+from tuner.commands.words import duration_text, estimate_text, milliseconds_text
 from tuner.progress import Clock
 from tuner.records import EngineConfig, StageRecord, TrialRecord, TrialRole
+from tuner.wording import config_text
 
 _PURPOSE = {
     TrialRole.STUDY: "trial",

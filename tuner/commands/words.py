@@ -1,18 +1,10 @@
-"""How the command line writes configs, figures and times."""
+"""How the command line writes figures and times: shorter than `tuner.wording`, for live lines."""
 
 from __future__ import annotations
 
 import math
 
-from tuner.records import EngineConfig, Estimate
-
-
-def config_text(config: EngineConfig) -> str:
-    """The three searched values in one short line."""
-    return (
-        f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
-        f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
-    )
+from tuner.records import Estimate
 
 
 def duration_text(seconds: float) -> str:

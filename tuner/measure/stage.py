@@ -66,6 +66,7 @@ class _Watch:
         self._scraper = scraper
 
     async def run(self) -> Seen:
+        """Warm up, measure, and say how it went."""
         stopped = await self._warm_up()
         num_users_through = self._generator.num_users_through
         before = None if stopped else await self._scraper.scrape()
