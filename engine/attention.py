@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,18 +26,26 @@ class AttentionInputs:
     query_starts: Tensor
     """(R + 1,) int32: request r's tokens are rows [query_starts[r], query_starts[r + 1])."""
 
-    gathers: tuple[Gather, ...]
-    """The reference kernels' plan for those tables and lengths, the same for all layers."""
+    gathers: Mapping[int | None, tuple[Gather, ...]]
+    """The reference kernels' plan for those tables and lengths, by the window of the layers it is for."""
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, inputs: AttentionInputs, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Write the step's keys and values into one layer's cache, then attend over it.
 
     Args:
         query: (T, query heads, head size); `key` and `value` (T, key/value heads, head size).
         kv_cache: (2, blocks, block size, key/value heads, head size): keys, values.
+        window: how many positions back a token sees, itself included; None is all.
 
     Returns:
         Shaped like `query`.
@@ -51,5 +60,6 @@ def attend(
         inputs.context_lens,
         inputs.query_starts,
         scale,
-        inputs.gathers,
+        window,
+        inputs.gathers[window],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
 
@@ -65,10 +66,12 @@ class BatchBuffers:
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
+        windows: AbstractSet[int | None],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._block_size = block_size
+        self._windows = windows
         self._dtype = dtype
         tokens, columns = (max_num_batched_tokens,), -(-max_model_len // block_size)
         self._token_ids = StagedBuffer(tokens, torch.int64, device)
@@ -121,9 +124,17 @@ class BatchBuffers:
             block_tables=block_tables,
             context_lens=context_lens,
             query_starts=query_starts,
-            gathers=plan_gathers(
-                block_tables, context_lens, query_starts, block_size=self._block_size, dtype=self._dtype
-            ),
+            gathers={
+                window: plan_gathers(
+                    block_tables,
+                    context_lens,
+                    query_starts,
+                    block_size=self._block_size,
+                    dtype=self._dtype,
+                    window=window,
+                )
+                for window in self._windows
+            },
         )
 
     def _fill_block_tables(self, scheduled: Sequence[ScheduledRequest]) -> int:

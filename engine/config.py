@@ -66,8 +66,42 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     """Whether requests share the KV blocks of equal prefixes. Not built yet: only False is accepted."""
 
+    max_num_scheduled_tokens: int | None = None
+    """Most tokens a step schedules, where that is to be below `max_num_batched_tokens`, which sizes the buffers; None
+    takes the budget. Unit: tokens."""
+
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt that a step takes while other requests run or wait; 0 is no limit. Unit: tokens."""
+
+    max_num_active_seqs: int | None = None
+    """Most requests running at once, where that is to be below `max_num_seqs`, which sizes buffers; None takes
+    `max_num_seqs`. Unit: requests."""
+
+    watermark: float = 0.0
+    """Share of the KV blocks that admission leaves free for requests that run already. In [0, 1)."""
+
+    scheduler_reserve_full_isl: bool = True
+    """Whether a request is admitted only if all its known tokens fit the free blocks, not only its first chunk."""
+
+    max_num_queued_reqs: int | None = None
+    """Most requests in the engine at once, running or waiting, over all cores; one more is refused with 503. None is no
+    limit. Unit: requests."""
+
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens of requests without a first token, over all cores; a request that would pass it is refused
+    with 503, unless nothing is in prefill. None is no limit. Unit: tokens."""
+
+    data_parallel_size: int = 1
+    """Cores behind one server, each with weights, KV blocks and running list of its own. Unit: cores."""
+
+    tensor_parallel_size: int = 1
+    """Devices one core computes on. This engine computes on one; the value is checked and above 1 refused."""
+
     block_size: int = 16
     """Tokens that one KV block holds. Unit: tokens."""
+
+    kv_cache_dtype: str = "auto"
+    """`auto`, the model's own; or `fp8`, half the bytes a block of bfloat16, with a scale per layer."""
 
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks to use instead of what the memory budget yields. Unit: blocks."""
@@ -93,9 +127,7 @@ class EngineConfig:
     use, by affinity and the control group's CPU quota, but the last; `nobind`, no pinning."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
-            _require_at_least_one(name, getattr(self, name))
-        for name in ("max_model_len", "num_gpu_blocks_override", "device_memory_bytes"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) is not None:
                 _require_at_least_one(name, getattr(self, name))
         if self.seed < 0:
@@ -110,11 +142,40 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "a decode step needs one token per running request; raise the budget or lower the sequences"
             )
+        self._check_scheduling()
         if self.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching=True: this engine has no prefix caching yet; leave it off")
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         _require_one_of("device", self.device, ("auto", "cpu", "cuda"))
         _require_one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+
+    def _check_scheduling(self) -> None:
+        """The limits that narrow `max_num_seqs` and `max_num_batched_tokens`, and the share kept free."""
+        if self.max_num_active_seqs is not None and self.max_num_active_seqs > self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_active_seqs={self.max_num_active_seqs} is above max_num_seqs={self.max_num_seqs}: "
+                "it narrows that limit; lower it or raise max_num_seqs"
+            )
+        scheduled = self.max_num_scheduled_tokens
+        if scheduled is not None and scheduled > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_scheduled_tokens={scheduled} is above max_num_batched_tokens={self.max_num_batched_tokens}: "
+                "it narrows that budget; lower it or raise max_num_batched_tokens"
+            )
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} is below 0: 0 is no limit"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark={self.watermark} is outside [0, 1): it is a share of the KV blocks")
+
+
+_AT_LEAST_ONE = (
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_scheduled_tokens", "max_num_active_seqs"),
+    *("max_num_queued_reqs", "max_num_queued_tokens", "data_parallel_size", "tensor_parallel_size"),
+    *("block_size", "num_gpu_blocks_override", "device_memory_bytes"),
+)
 
 
 def _require_at_least_one(name: str, value: int) -> None:

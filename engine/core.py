@@ -27,7 +27,7 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.limits import oom_kills
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler
-from engine.step import StepPlan, StepResult
+from engine.step import StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,9 @@ class StepReport:
 
     finished: dict[str, FinishReason]
     """Those of them that ended with it."""
+
+    logprobs: dict[str, TokenLogprobs]
+    """How likely the tokens were, for requests that asked."""
 
     admitted: tuple[str, ...]
     """Requests admitted for the first time in this step."""
@@ -316,6 +319,7 @@ class Core:
             request_ids=tuple(output.request_id for output in outputs),
             token_ids=tuple(output.token_id for output in outputs),
             finished={output.request_id: output.finish_reason for output in outputs if output.finish_reason},
+            logprobs={output.request_id: output.logprobs for output in outputs if output.logprobs},
             admitted=plan.admitted,
             scheduled_at_s=scheduled_at_s,
             num_step_tokens=plan.num_scheduled_tokens,

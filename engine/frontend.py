@@ -13,6 +13,7 @@ from engine.config import ResolvedConfig
 from engine.core import Abort, CoreFailed, CoreProcess, Ready, StepReport, Submit
 from engine.request import FinishReason, SamplingParams
 from engine.stats import EngineStats
+from engine.step import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class NewToken:
 
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class Frontend:
             if stream is None:
                 continue
             reason = report.finished.get(request_id)
-            stream.tokens.put_nowait(NewToken(token_id, reason))
+            stream.tokens.put_nowait(NewToken(token_id, reason, report.logprobs.get(request_id)))
             self._observe_token(stream, now_s)
             if reason is not None:
                 del self._streams[request_id]

@@ -30,14 +30,46 @@ class SamplingParams:
     max_tokens: int
     """Most tokens to generate. Unit: tokens."""
 
+    min_tokens: int = 0
+    """Tokens to generate before an end-of-sequence or stop token may be drawn. Unit: tokens."""
+
     temperature: float = 1.0
     """0 is greedy."""
+
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with at least this probability. In (0, 1]; 1 is all."""
+
+    top_k: int = 0
+    """Draw from this many most likely tokens; 0 is all."""
+
+    min_p: float = 0.0
+    """Draw from tokens at least this share as likely as the most likely one. In [0, 1]."""
+
+    presence_penalty: float = 0.0
+    """Taken off the score of every token that was generated before."""
+
+    frequency_penalty: float = 0.0
+    """Taken off the score of a token once for each time it was generated before."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive scores, multiplies negative ones, of tokens in the prompt or generated before; 1 is none."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, as the end of sequence does; `ignore_eos` does not touch them."""
+
+    num_logprobs: int | None = None
+    """How many of the most likely tokens to report with each token drawn; None reports nothing, 0 the drawn one."""
 
     seed: int | None = None
     """None draws from the engine's own generator; any integer, 0 included, makes the request repeatable."""
 
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says; load tests need exact lengths."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether scores depend on the tokens so far."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +88,9 @@ class Request:
     num_preemptions: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
+
+    num_cached_tokens: int = 0
+    """Tokens found in the prefix cache at the last admission. Unit: tokens."""
 
     @property
     def num_known_tokens(self) -> int:

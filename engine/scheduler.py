@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from engine.config import ResolvedConfig
 from engine.kv_blocks import KvBlocks
 from engine.request import FinishReason, Request, RequestState
-from engine.step import ScheduledRequest, StepPlan, StepResult
+from engine.step import ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
 
 class RequestRefusedError(ValueError):
@@ -26,6 +26,7 @@ class TokenOutput:
     request_id: str
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(slots=True)
@@ -145,7 +146,8 @@ class Scheduler:
                 continue  # aborted while the step ran
             request.num_computed_tokens += len(item.token_ids)
             if item.samples:
-                output = self._append(request, result.sampled_token_ids[item.request_id])
+                token_id = result.sampled_token_ids[item.request_id]
+                output = self._append(request, token_id, result.logprobs.get(item.request_id))
                 any_finished = any_finished or output.finish_reason is not None
                 outputs.append(output)
         self._in_flight = ()
@@ -224,6 +226,8 @@ class Scheduler:
         """Put the next `num_tokens` of a request, whose blocks it already holds, into the step."""
         start = request.num_computed_tokens
         stop = start + num_tokens
+        samples = stop == request.num_known_tokens
+        needs_history = samples and request.sampling.has_penalties
         step.budget_tokens -= num_tokens
         step.scheduled.append(
             ScheduledRequest(
@@ -231,27 +235,32 @@ class Scheduler:
                 token_ids=request.known_tokens(start, stop),
                 start=start,
                 block_ids=self._blocks.table(request.request_id),
-                samples=stop == request.num_known_tokens,
+                samples=samples,
                 output_index=len(request.output_token_ids),
                 sampling=request.sampling,
+                prompt_token_ids=request.prompt_token_ids if needs_history else (),
+                output_token_ids=tuple(request.output_token_ids) if needs_history else (),
             )
         )
 
-    def _append(self, request: Request, token_id: int) -> TokenOutput:
+    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         """Give a request its next token and end it if that was its last."""
         request.output_token_ids.append(token_id)
         reason = self._finish_reason(request, token_id)
         if reason is not None:
             self._finish(request, reason)
-        return TokenOutput(request.request_id, token_id, reason)
+        return TokenOutput(request.request_id, token_id, reason, logprobs)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        """Whether this token is the request's last: the end-of-sequence token first, then the limits on length."""
-        if token_id in self._config.eos_token_ids and not request.sampling.ignore_eos:
+        """Whether this token is the request's last: tokens that stop it first, then the limits on length."""
+        sampling = request.sampling
+        is_eos = token_id in self._config.eos_token_ids and not sampling.ignore_eos
+        may_stop = len(request.output_token_ids) >= sampling.min_tokens
+        if may_stop and (is_eos or token_id in sampling.stop_token_ids):
             return FinishReason.STOP
         if request.num_known_tokens >= self._max_known_tokens:
             return FinishReason.LENGTH
-        if len(request.output_token_ids) >= request.sampling.max_tokens:
+        if len(request.output_token_ids) >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.request import SamplingParams
 
@@ -29,6 +29,12 @@ class ScheduledRequest:
 
     sampling: SamplingParams
 
+    prompt_token_ids: tuple[int, ...] = ()
+    """The whole prompt, where `sampling` has penalties and a token is drawn; else empty."""
+
+    output_token_ids: tuple[int, ...] = ()
+    """Every token generated so far, under the same condition."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -52,9 +58,21 @@ class StepPlan:
         return sum(len(item.token_ids) for item in self.scheduled)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a drawn token was, before temperature and cuts, and which were the likeliest; natural logarithms."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), the most likely first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one iteration did: the token drawn for every scheduled request whose `samples` was true."""
 
     sampled_token_ids: dict[str, int]
     """Request id → token id."""
+
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    """Of the requests that asked for them."""

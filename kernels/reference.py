@@ -87,9 +87,17 @@ class Gather:
 
 
 def plan_gathers(
-    block_tables: Tensor, context_lens: Tensor, query_starts: Tensor, *, block_size: int, dtype: torch.dtype
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
 ) -> tuple[Gather, ...]:
-    """Cut a step into gathers; every layer uses the same. Arguments as of `paged_attention`; `dtype` is the query's.
+    """Cut a step into gathers; layers of one window use the same.
+
+    Arguments are those of `paged_attention`; `dtype` is the query's.
 
     Decodes that follow each other share a gather while it pads to at most `DECODE_GROUP_TOKENS`: it is cheapest
     where they come sorted by context length.
@@ -113,11 +121,17 @@ def plan_gathers(
         queries = slice(starts[first], starts[last])
         num_queries = queries.stop - queries.start
         mask = None
-        if is_chunk and longest > num_queries:
+        is_narrow = window is not None and longest > window
+        if is_chunk and (longest > num_queries or is_narrow):
             seen = torch.ones(num_queries, longest, dtype=torch.bool, device=lens.device).tril_(longest - num_queries)
+            if window is not None:
+                seen = seen.triu_(longest - num_queries - window + 1)
             mask = _additive(seen, dtype)
-        elif not is_chunk and min(contexts[first:last]) < longest:
-            mask = _additive((positions < lens)[:, None, None, :], dtype)
+        elif not is_chunk and (min(contexts[first:last]) < longest or is_narrow):
+            visible = positions < lens
+            if window is not None:
+                visible &= positions >= lens - window
+            mask = _additive(visible[:, None, None, :], dtype)
         slots = blocks * block_size + inside % block_size
         gathers.append(Gather(queries=queries, slots=slots, mask=mask, is_chunk=is_chunk))
         first = last
@@ -136,14 +150,16 @@ def paged_attention(
     context_lens: Tensor,
     query_starts: Tensor,
     scale: float,
+    window: int | None = None,
     gathers: tuple[Gather, ...] | None = None,
 ) -> Tensor:
     """Causal attention of every request's new tokens over its whole context, chunked prefill and decode mixed.
 
     Request r's queries are rows [query_starts[r], query_starts[r + 1]) and stand at the end of its context, so
     that query i of n sees positions [0, context - n + i]:  `softmax(q k^T scale) v`, query head h reading
-    key/value head `h // (Q / K)`. Only slots inside a request's context are read: what lies in unused slots, and
-    in unused columns of a block table, is never touched.
+    key/value head `h // (Q / K)`. With a window, a query does not see positions at or before its own less `window`.
+    Only slots inside a request's context are read: what lies in unused slots, and in unused columns of a block table,
+    is never touched.
 
     Args:
         query: (T, Q, D).
@@ -152,6 +168,7 @@ def paged_attention(
         context_lens: (R,) int32, tokens computed before plus those of this step; none is 0.
         query_starts: (R + 1,) int32.
         scale: usually `D ** -0.5`.
+        window: positions a token sees, itself included; None is all.
         gathers: `plan_gathers` of the three before, where the caller keeps it for all layers.
 
     Returns:
@@ -159,7 +176,9 @@ def paged_attention(
     """
     if gathers is None:
         block_size = key_cache.shape[1]
-        gathers = plan_gathers(block_tables, context_lens, query_starts, block_size=block_size, dtype=query.dtype)
+        gathers = plan_gathers(
+            block_tables, context_lens, query_starts, block_size=block_size, dtype=query.dtype, window=window
+        )
     parts = []
     for gather in gathers:
         key, value = _gather(key_cache, gather.slots), _gather(value_cache, gather.slots)

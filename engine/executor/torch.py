@@ -62,6 +62,7 @@ class TorchExecutor:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
             block_size=config.block_size,
+            windows=set(model.layer_windows),
             dtype=_DTYPES[dtype],
             device=self._device,
         )
@@ -118,7 +119,10 @@ class TorchExecutor:
         One layer is enough: layers have equal shapes, and what one computes is released before the next.
         """
         weights = self._decoder.weights
-        one_layer = Decoder(self._decoder.config, replace(weights, layers=weights.layers[:1]))
+        model = self._decoder.config
+        one_layer = Decoder(
+            replace(model, layer_windows=model.layer_windows[:1]), replace(weights, layers=weights.layers[:1])
+        )
         kv_cache = self._allocate_kv(1, config.block_size, num_layers=1)
         plans = largest_steps(config, max_model_len)
         peak = activation_peak_bytes(lambda: [self._step(plan, one_layer, kv_cache) for plan in plans], self._device)

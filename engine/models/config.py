@@ -45,6 +45,9 @@ class ModelConfig:
     has_qkv_bias: bool
     """Whether the query, key and value projections add a bias (Qwen2)."""
 
+    layer_windows: tuple[int | None, ...]
+    """For each layer, how many positions back a token sees, itself included; None is all (sliding window)."""
+
     checkpoint_dtype: str
     """The dtype the weights were saved in; float32 where the checkpoint does not say."""
 
@@ -120,6 +123,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=family.has_qkv_bias,
+        layer_windows=(None,) * raw.get("num_hidden_layers", 32),
         checkpoint_dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         eos_token_ids=_eos_token_ids(raw, folder, family),
     )

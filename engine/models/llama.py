@@ -44,9 +44,10 @@ class Decoder:
         eps = self.config.rms_norm_eps
         residual = F.embedding(token_ids, self.weights.embedding)
         hidden = torch.zeros_like(residual)
-        for layer, layer_cache in zip(self.weights.layers, kv_cache.unbind(), strict=True):
+        layers = zip(self.weights.layers, kv_cache.unbind(), self.config.layer_windows, strict=True)
+        for layer, layer_cache, window in layers:
             hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, eps)
-            hidden = self._attention(layer, hidden, rotation, inputs, layer_cache)
+            hidden = self._attention(layer, hidden, rotation, inputs, layer_cache, window)
             hidden, residual = add_rms_norm(hidden, residual, layer.post_norm, eps)
             hidden = F.linear(silu_mul(F.linear(hidden, layer.gate_up)), layer.down)
         return add_rms_norm(hidden, residual, self.weights.final_norm, eps)[0]
@@ -58,6 +59,7 @@ class Decoder:
         rotation: tuple[Tensor, Tensor],
         inputs: AttentionInputs,
         kv_cache: Tensor,
+        window: int | None,
     ) -> Tensor:
         config = self.config
         num_tokens, head_dim = hidden.shape[0], config.head_dim
@@ -67,7 +69,7 @@ class Decoder:
             query_key = rms_norm(query_key, layer.qk_norm, config.rms_norm_eps)
         query_key = rotary_embedding(query_key, *rotation)
         query, key = query_key.tensor_split([config.num_heads], dim=1)
-        out = attend(query, key, value, kv_cache, inputs, self._scale)
+        out = attend(query, key, value, kv_cache, inputs, scale=self._scale, window=window)
         return F.linear(out.reshape(num_tokens, -1), layer.output)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -61,7 +61,13 @@ def test_what_is_left_for_kv_is_the_seeds_example() -> None:
 
 def test_a_buffer_of_every_token_of_every_request_is_the_seeds_example() -> None:
     """128 requests of 32,768 ids of 4 bytes take 16 MiB: buffers grow with the sequences and are counted so."""
-    sizes = {"max_num_batched_tokens": 1, "max_model_len": 32768, "block_size": 1, "dtype": torch.float32}
+    sizes = {
+        "max_num_batched_tokens": 1,
+        "max_model_len": 32768,
+        "block_size": 1,
+        "dtype": torch.float32,
+        "windows": {None},
+    }
     one, many = (BatchBuffers(max_num_seqs=n, device=CPU, **sizes).nbytes for n in (1, 129))
     per_request = 4 + 4 + 8  # context length, query start, sampled row
 

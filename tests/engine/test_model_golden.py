@@ -137,7 +137,13 @@ def test_logits_are_close_to_transformers(golden: Golden) -> None:
     cpu = torch.device("cpu")
     decoder = Decoder(config, load_weights(checkpoint(golden.folder), config, dtype=torch.float32, device=cpu))
     buffers = BatchBuffers(
-        max_num_seqs=1, max_num_batched_tokens=128, max_model_len=128, block_size=16, dtype=torch.float32, device=cpu
+        max_num_seqs=1,
+        max_num_batched_tokens=128,
+        max_model_len=128,
+        block_size=16,
+        windows=set(config.layer_windows),
+        dtype=torch.float32,
+        device=cpu,
     )
     cache = torch.full((config.num_layers, 2, 9, 16, config.num_kv_heads, config.head_dim), np.nan)
     tokens = (*golden.prompts[4], *golden.outputs[4])

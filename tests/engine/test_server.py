@@ -386,7 +386,7 @@ class FaultyFrontend:
 
     async def generate(self, *_: object) -> AsyncIterator[NewToken]:
         """One token."""
-        yield NewToken(100, None)
+        yield NewToken(100, None, None)
         raise RuntimeError("made-up fault in the frontend")
 
 
