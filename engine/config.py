@@ -8,6 +8,7 @@ from decimal import Decimal
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<suffix>[kmgtKMGT]?)")
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_DEVICE = re.compile(r"(?P<kind>auto|cpu|cuda)(?::(?P<number>[0-9]{1,4}))?")
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -114,7 +115,8 @@ class EngineConfig:
     """`float32`, `bfloat16`, `float16`, or `auto`: float32 on CPU, the checkpoint's own on a GPU."""
 
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
+    """`cpu`, `cuda`, or `auto`: CUDA where there is one. A number may follow, as in `cuda:1`, and none is 0; `cpu:1` is
+    a further virtual device on the same CPUs, with a memory budget of its own."""
 
     load_format: str = "auto"
     """`safetensors`, `dummy` (seeded weights made up at start), or `auto`: dummy for `embedded`, else safetensors."""
@@ -147,7 +149,7 @@ class EngineConfig:
             raise ConfigError("enable_prefix_caching=True: this engine has no prefix caching yet; leave it off")
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
-        _require_one_of("device", self.device, ("auto", "cpu", "cuda"))
+        split_device(self.device)
         _require_one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
 
     def _check_scheduling(self) -> None:
@@ -188,6 +190,25 @@ def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}")
 
 
+def split_device(name: str) -> tuple[str, int]:
+    """The kind of a device and its number: `cpu:1` is `("cpu", 1)`, `cuda` is `("cuda", 0)`.
+
+    Raises:
+        ConfigError: for anything else, naming it.
+    """
+    match = _DEVICE.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"device={name!r} is not one of auto, cpu, cuda, alone or with a number as in cpu:1")
+    return match["kind"], int(match["number"] or 0)
+
+
+def device_of_rank(name: str, rank: int) -> str:
+    """The device of a data-parallel rank, where rank 0 computes on `name`: `cpu` is `cpu:2` for rank 2."""
+    kind, number = split_device(name)
+    number += rank
+    return f"{kind}:{number}" if number else kind
+
+
 def check_against_model(config: EngineConfig, *, max_model_len: int) -> list[str]:
     """Check the rules that need the model's length; returns warnings.
 
@@ -222,6 +243,9 @@ class MemoryBudget:
     total_bytes: int
     """The whole device; on CPU the byte budget."""
 
+    free_bytes: int
+    """What was free when this instance took its share."""
+
     requested_bytes: int
     """`total_bytes x gpu_memory_utilization`: what this instance may take."""
 
@@ -230,7 +254,9 @@ class MemoryBudget:
     """Measured by a profiling pass of the largest step."""
 
     request_buffers_bytes: int
-    """Buffers that grow with `max_num_seqs` and `max_model_len`: token ids, block tables."""
+    """What a step is laid out in and sampled with, allocated once: a block table of `max_model_len` for each of
+    `max_num_seqs`, ids and positions for `max_num_batched_tokens`. All token ids of a request, for which vLLM keeps
+    `max_num_seqs x max_model_len x 4` bytes, are Python objects here, and those are not counted."""
 
     non_torch_bytes: int
     """What libraries took outside torch's tensors, by difference."""
@@ -248,6 +274,8 @@ class ResolvedConfig:
     max_model_len: int
     dtype: str
     device: str
+    """`cpu`, `cuda`, or with a number above 0, as `cpu:1`."""
+
     num_gpu_blocks: int
     """KV blocks there are, all of them usable. Unit: blocks."""
 

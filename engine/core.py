@@ -24,7 +24,9 @@ from multiprocessing.connection import Connection
 from typing import NoReturn, Protocol, cast
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.device_ledger import DeviceLedgerError
 from engine.limits import oom_kills
+from engine.memory import NoKvMemoryError, NotEnoughMemoryError
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult, TokenLogprobs
@@ -257,8 +259,8 @@ def core_main(
     _bind_cpus(cpus)
     try:
         engine = _load(executor, config)
-    except ConfigError as error:
-        _fail(connection, CoreFailed(_config_error_kind(error), str(error)))
+    except (ConfigError, DeviceLedgerError) as error:
+        _fail(connection, CoreFailed(_start_error_kind(error), str(error)))
     except Exception as error:
         logger.exception("the core cannot start")
         kind = "oom_startup" if _is_out_of_memory(error) else "crashed"
@@ -359,13 +361,12 @@ def _fail(connection: Connection, failure: CoreFailed) -> NoReturn:
     sys.exit(1)
 
 
-def _config_error_kind(error: ConfigError) -> str:
-    memory = sys.modules.get("engine.memory")  # not imported here: it brings torch
-    if memory is None:
-        return "invalid_config"
-    if isinstance(error, memory.NoKvMemoryError):
+def _start_error_kind(error: ConfigError | DeviceLedgerError) -> str:
+    if isinstance(error, DeviceLedgerError):
+        return "infrastructure"
+    if isinstance(error, NoKvMemoryError):
         return "no_kv_memory"
-    return "oom_startup" if isinstance(error, memory.NotEnoughMemoryError) else "invalid_config"
+    return "oom_startup" if isinstance(error, NotEnoughMemoryError) else "invalid_config"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -162,9 +162,10 @@ def _log_start(resolved: ResolvedConfig, address: str) -> None:
         *(resolved.num_gpu_blocks, resolved.dtype, resolved.device),
     )
     logger.info(
-        "memory in MiB: total %.1f, requested %.1f = weights %.1f + activation peak %.1f + request buffers %.1f "
-        "+ non-torch %.1f + KV cache %.1f (%d blocks of %d bytes)",
-        *(memory.total_bytes / _MIB, memory.requested_bytes / _MIB, memory.weights_bytes / _MIB),
+        "memory in MiB: total %.1f, free %.1f, requested %.1f = weights %.1f + activation peak %.1f "
+        "+ request buffers %.1f + non-torch %.1f + KV cache %.1f (%d blocks of %d bytes)",
+        *(memory.total_bytes / _MIB, memory.free_bytes / _MIB, memory.requested_bytes / _MIB),
+        memory.weights_bytes / _MIB,
         *(memory.activation_peak_bytes / _MIB, memory.request_buffers_bytes / _MIB, memory.non_torch_bytes / _MIB),
         *(memory.kv_cache_bytes / _MIB, resolved.num_gpu_blocks, resolved.kv_block_bytes),
     )

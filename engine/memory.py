@@ -1,19 +1,21 @@
 """The memory budget: what the device has, what a step takes, and how many KV blocks that leaves.
 
 `requested = total x gpu_memory_utilization`, and `kv = requested - weights - activation peak - request buffers -
-non-torch` (vLLM: `vllm/v1/worker/gpu_worker.py`). All but the functions that end the file are plain arithmetic.
+non-torch` (vLLM: `vllm/v1/worker/gpu_worker.py`). The share is per instance: two on one device each take theirs. What
+is counted is tensors; the memory of the Python processes around them (interpreter, libraries, token ids, block lists)
+is not. Plain arithmetic: `engine/device_memory.py` brings the figures.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
-import torch
-
 from engine.config import ConfigError, EngineConfig, MemoryBudget
+from engine.device_ledger import Claim
+
+_SHARES = tuple(hundredths / 100 for hundredths in range(1, 101))
+"""The shares that messages offer; the bytes of one are cut as `requested_bytes` cuts them."""
 
 
 class NotEnoughMemoryError(ConfigError):
@@ -30,6 +32,16 @@ class DeviceMemory:
 
     total_bytes: int
     free_bytes: int
+    claims: tuple[Claim, ...] = ()
+    """What other engines of this user hold of it, where that is known: on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceShare:
+    """What an instance may take of a device."""
+
+    memory: DeviceMemory
+    requested_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +55,52 @@ class KvLayout:
         """Blocks that a request of this length needs."""
         return -(-num_tokens // self.block_size)
 
+    def tokens_in(self, num_bytes: int) -> int:
+        """Tokens that whole blocks of so much memory hold."""
+        return max(0, num_bytes // self.block_bytes) * self.block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """What a start measured, before any KV block is made: enough to say how many there are, or why too few."""
+
+    device: str
+    budget: MemoryBudget
+    layout: KvLayout
+    max_model_len: int
+    peak_step: str
+    """The step that took the activation peak, in words."""
+
 
 def requested_bytes(device: DeviceMemory, share: float) -> int:
     """`total x share`.
 
     Raises:
-        NotEnoughMemoryError: where less is free, naming total, requested, free and the highest share that is.
+        NotEnoughMemoryError: where less is free, naming total, requested, free, who holds how much where that is known,
+            and the highest share that is free.
     """
     requested = int(device.total_bytes * share)
     if requested <= device.free_bytes:
         return requested
-    highest = math.floor(device.free_bytes / device.total_bytes * 100) / 100
+    highest = highest_share(free_bytes=device.free_bytes, total_bytes=device.total_bytes)
     way_out = f"free some, or set gpu_memory_utilization to at most {highest:.2f}" if highest > 0 else "free some"
     raise NotEnoughMemoryError(
-        f"gpu_memory_utilization={share} asks for {_human(requested)} of {_human(device.total_bytes)}, "
-        f"but {_human(device.free_bytes)} is free now: {way_out}"
+        f"gpu_memory_utilization={share} asks for {human(requested)} of {human(device.total_bytes)}, "
+        f"but {human(device.free_bytes)} is free now{_held_by(device.claims)}: {way_out}"
     )
+
+
+def _held_by(claims: Sequence[Claim]) -> str:
+    if not claims:
+        return ""
+    holders = ", ".join(f"pid {claim.pid} holds {human(claim.num_bytes)}" for claim in claims)
+    return f" ({holders})"
 
 
 def memory_budget(
     *,
     total_bytes: int,
+    free_bytes: int,
     requested_bytes: int,
     weights_bytes: int,
     activation_peak_bytes: int,
@@ -74,6 +111,7 @@ def memory_budget(
     taken = weights_bytes + activation_peak_bytes + request_buffers_bytes + non_torch_bytes
     return MemoryBudget(
         total_bytes=total_bytes,
+        free_bytes=free_bytes,
         requested_bytes=requested_bytes,
         weights_bytes=weights_bytes,
         activation_peak_bytes=activation_peak_bytes,
@@ -83,6 +121,56 @@ def memory_budget(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """How far KV blocks are from holding one request of `max_model_len`, and what would do instead."""
+
+    needed_bytes: int
+    left_bytes: int
+    longest_that_fits: int
+    """The largest `max_model_len` at this share; 0 where none is. Unit: tokens."""
+
+    smallest_share: float | None
+    """The least `gpu_memory_utilization` that holds `max_model_len`, in hundredths; None where none does."""
+
+    highest_free_share: float
+    """The highest `gpu_memory_utilization` that is free now, in hundredths."""
+
+    longest_at_highest: int
+    """The largest `max_model_len` at that share; 0 where none is. Unit: tokens."""
+
+    longest_at_full: int
+    """The largest `max_model_len` if the whole device were free and taken; 0: the model itself does not fit. Unit:
+    tokens."""
+
+
+def shortfall(budget: MemoryBudget, layout: KvLayout, *, max_model_len: int) -> Shortfall | None:
+    """What is missing for one request of `max_model_len`, or None where it fits."""
+    needed = layout.blocks_for(max_model_len) * layout.block_bytes
+    if budget.kv_cache_bytes >= needed:
+        return None
+    taken, total = budget.requested_bytes - budget.kv_cache_bytes, budget.total_bytes
+    highest = highest_share(free_bytes=budget.free_bytes, total_bytes=total)
+    return Shortfall(
+        needed_bytes=needed,
+        left_bytes=max(0, budget.kv_cache_bytes),
+        longest_that_fits=layout.tokens_in(budget.kv_cache_bytes),
+        smallest_share=_smallest_share(taken + needed, total),
+        highest_free_share=highest,
+        longest_at_highest=layout.tokens_in(int(total * highest) - taken),
+        longest_at_full=layout.tokens_in(total - taken),
+    )
+
+
+def highest_share(*, free_bytes: int, total_bytes: int) -> float:
+    """The highest share that is free, in hundredths; 0.0 where not even one is."""
+    return max((share for share in _SHARES if int(total_bytes * share) <= free_bytes), default=0.0)
+
+
+def _smallest_share(needed_bytes: int, total_bytes: int) -> float | None:
+    return min((share for share in _SHARES if int(total_bytes * share) >= needed_bytes), default=None)
+
+
 def num_kv_blocks(budget: MemoryBudget, layout: KvLayout, *, max_model_len: int) -> int:
     """Whole blocks in what is left for KV.
 
@@ -90,95 +178,78 @@ def num_kv_blocks(budget: MemoryBudget, layout: KvLayout, *, max_model_len: int)
         NoKvMemoryError: where they do not hold one request of `max_model_len`, naming what is left, what that needs,
             the longest request that fits, and the smallest share that would do, if any.
     """
-    blocks = max(0, budget.kv_cache_bytes // layout.block_bytes)
-    needed = layout.blocks_for(max_model_len)
-    if blocks >= needed:
-        return blocks
-    left, need_bytes = max(0, budget.kv_cache_bytes), needed * layout.block_bytes
-    fits = blocks * layout.block_size
-    longest = f"the largest max_model_len that fits is {fits}" if fits else "no request fits at all"
+    missing = shortfall(budget, layout, max_model_len=max_model_len)
+    if missing is None:
+        return budget.kv_cache_bytes // layout.block_bytes
     raise NoKvMemoryError(
-        f"one request of max_model_len={max_model_len} needs {_human(need_bytes)} of KV blocks, but "
-        f"{_human(left)} of the requested {_human(budget.requested_bytes)} is left "
-        f"(weights {_human(budget.weights_bytes)}, activations {_human(budget.activation_peak_bytes)}, request buffers "
-        f"{_human(budget.request_buffers_bytes)}, non-torch {_human(budget.non_torch_bytes)}): {longest}; "
-        f"{_share_that_would_do(budget, layout, max_model_len)}"
+        f"one request of max_model_len={max_model_len} needs {human(missing.needed_bytes)} of KV blocks, but "
+        f"{human(missing.left_bytes)} of the requested {human(budget.requested_bytes)} is left "
+        f"(weights {human(budget.weights_bytes)}, activations {human(budget.activation_peak_bytes)}, request buffers "
+        f"{human(budget.request_buffers_bytes)}, non-torch {human(budget.non_torch_bytes)}): "
+        f"{'; '.join(ways_out(missing, budget))}"
     )
 
 
-def _share_that_would_do(budget: MemoryBudget, layout: KvLayout, max_model_len: int) -> str:
-    taken = budget.requested_bytes - budget.kv_cache_bytes
-    total = budget.total_bytes
-    needed = taken + layout.blocks_for(max_model_len) * layout.block_bytes
-    if needed <= total:
-        share = math.ceil(needed / total * 100) / 100
-        return f"the smallest gpu_memory_utilization that would do is {share:.2f}"
-    if taken + layout.block_bytes <= total:
-        fits = (total - taken) // layout.block_bytes * layout.block_size
-        return f"no gpu_memory_utilization holds that length on this device; at 1.00 max_model_len={fits} fits"
+def num_blocks_of_ranks(ranks: Sequence[int]) -> int:
+    """KV blocks to count on where several devices have different numbers of them: the fewest.
+
+    (vLLM: `vllm/v1/core/kv_cache_utils.py`; a count taken from one rank overruns the others.)
+    """
+    return min(ranks)
+
+
+def ways_out(missing: Shortfall, budget: MemoryBudget) -> list[str]:
+    """What to do about it, each a clause; none of them fails for the same reason again."""
+    longest = missing.longest_that_fits
+    return [
+        f"the largest max_model_len that fits is {longest}" if longest else "no request fits at all",
+        _share_that_would_do(missing, budget),
+    ]
+
+
+def _share_that_would_do(missing: Shortfall, budget: MemoryBudget) -> str:
+    free_now = f"{human(budget.free_bytes)} of {human(budget.total_bytes)} is free now"
+    if missing.smallest_share is not None:
+        would_do = f"the smallest gpu_memory_utilization that would do is {missing.smallest_share:.2f}"
+        is_free = missing.smallest_share <= missing.highest_free_share
+        return would_do if is_free else f"{would_do}, but only {free_now}"
+    if missing.longest_at_full:
+        at_most = f"at {missing.highest_free_share:.2f} max_model_len={missing.longest_at_highest} fits"
+        alternative = at_most if missing.longest_at_highest else f"only {free_now}"
+        return f"no gpu_memory_utilization holds that length on this device; {alternative}"
     way_out = "a smaller model or a larger device"
-    if budget.weights_bytes < total:
+    if budget.weights_bytes < budget.total_bytes:
         way_out += ", or smaller max_num_batched_tokens and max_num_seqs"
-    return f"the model fits a device of {_human(total)} at no gpu_memory_utilization: it takes {way_out}"
+    return f"the model fits a device of {human(budget.total_bytes)} at no gpu_memory_utilization: it takes {way_out}"
 
 
-def _human(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+def kv_blocks_in_force(
+    config: EngineConfig, budget: MemoryBudget, layout: KvLayout, *, max_model_len: int
+) -> tuple[int, tuple[str, ...]]:
+    """KV blocks to use, and warnings where an override breaks a rule that the budget would have kept.
+
+    Raises:
+        NoKvMemoryError: without an override, as `num_kv_blocks`.
+    """
+    asked = config.num_gpu_blocks_override
+    if asked is None:
+        return num_kv_blocks(budget, layout, max_model_len=max_model_len), ()
+    warnings = []
+    fitting = max(0, budget.kv_cache_bytes // layout.block_bytes)
+    if asked > fitting:
+        warnings.append(f"num_gpu_blocks_override={asked} is above the {fitting} blocks that the memory share leaves")
+    needed = layout.blocks_for(max_model_len)
+    if asked < needed:
+        warnings.append(
+            f"num_gpu_blocks_override={asked} is below the {needed} blocks that one request of "
+            f"max_model_len={max_model_len} needs"
+        )
+    return asked, tuple(warnings)
+
+
+def human(num_bytes: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes / 2**10:.2f} KiB"
-
-
-def device_memory(config: EngineConfig, device: torch.device, *, limit_bytes: int | None) -> DeviceMemory:
-    """Total and free memory now.
-
-    On CPU the total is `device_memory_bytes`, else half the RAM, and what is free is the smaller of that budget
-    and the RAM that is available.
-
-    Args:
-        limit_bytes: on CPU, the most this process may use; the RAM counts as no larger. None: no limit.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(total_bytes=total, free_bytes=free)
-    ram = psutil.virtual_memory()
-    limit = ram.total if limit_bytes is None else limit_bytes
-    total = config.device_memory_bytes or min(ram.total, limit) // 2
-    return DeviceMemory(total_bytes=total, free_bytes=min(total, ram.available, limit))
-
-
-def activation_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes `run` holds at once beyond what was held before.
-
-    On a GPU: the caching allocator's own peak. On CPU: the running sum of every allocation and release that torch's
-    CPU allocator reports to its profiler, the scratch space inside an op included. Both are exact and repeatable;
-    scratch that math libraries (MKL, oneDNN) take past torch's allocator is not seen.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profiler:
-        run()
-    results = profiler.kineto_results
-    events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for _, change in sorted(events, key=lambda event: event[0]):
-        held += change
-        peak = max(peak, held)
-    return peak
-
-
-def non_torch_bytes(before: DeviceMemory, device: torch.device) -> int:
-    """What libraries took on the device outside torch's tensors since `before`, by difference.
-
-    0 on CPU, where it is not counted: the budget there is for tensors, and the process's resident size moves by
-    more than the difference sought with every import and thread.
-    """
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(0, before.free_bytes - free - torch.cuda.memory_reserved(device))
+    return f"{num_bytes} bytes"

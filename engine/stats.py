@@ -146,6 +146,7 @@ class EngineStats:
         memory = resolved.memory
         parts = {
             "total": memory.total_bytes,
+            "free": memory.free_bytes,
             "requested": memory.requested_bytes,
             "weights": memory.weights_bytes,
             "activation_peak": memory.activation_peak_bytes,

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.batch import BatchBuffers
-from engine.config import ConfigError, EngineConfig, MemoryBudget, ResolvedConfig, check_against_model
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, check_against_model, split_device
+from engine.device_memory import activation_peak_bytes, device_label, non_torch_bytes, take_share
 from engine.limits import read_limits
-from engine.memory import (
-    DeviceMemory,
-    KvLayout,
-    activation_peak_bytes,
-    device_memory,
-    memory_budget,
-    non_torch_bytes,
-    num_kv_blocks,
-    requested_bytes,
-)
+from engine.memory import DeviceShare, KvLayout, MemoryReport, kv_blocks_in_force, memory_budget
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.folder import EMBEDDED, model_folder
 from engine.models.llama import Decoder
@@ -31,64 +25,105 @@ from engine.step import ScheduledRequest, StepPlan, StepResult
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What is decided before anything is loaded."""
+
+    config: EngineConfig
+    device: torch.device
+    folder: Path
+    model: ModelConfig
+    max_model_len: int
+    dtype: str
+    warnings: tuple[str, ...]
+
+
+def blueprint(config: EngineConfig) -> Blueprint:
+    """Decide device, model, length and dtype.
+
+    Raises:
+        ConfigError: for a model that is not there or not supported, a length beyond the model's, a device that is
+            missing.
+    """
+    device = _device(config)
+    folder = model_folder(config.model)
+    model = read_model_config(folder)
+    max_model_len = _max_model_len(config, model)
+    return Blueprint(
+        config=config,
+        device=device,
+        folder=folder,
+        model=model,
+        max_model_len=max_model_len,
+        dtype=_dtype(config, model, device),
+        warnings=tuple(check_against_model(config, max_model_len=max_model_len)),
+    )
+
+
 class TorchExecutor:
-    """Computes steps. Construction loads the model, measures the largest step and allocates all KV blocks.
+    """Computes steps. Construction claims the share, loads the model, measures the largest step, allocates KV blocks.
 
     Between steps it keeps only the KV cache: a request is nothing but its tokens and block table in the plan.
 
     Raises:
-        ConfigError: for a model that is not there or not supported, a length beyond the model's, a device that is
-            missing; `NotEnoughMemoryError` and `NoKvMemoryError` for a memory share that cannot work.
+        ConfigError: as `blueprint`; `NotEnoughMemoryError` and `NoKvMemoryError` for a memory share that cannot work.
     """
 
     resolved: ResolvedConfig
 
     def __init__(self, config: EngineConfig) -> None:
-        self._device = _device(config)
-        folder = model_folder(config.model)
-        model = read_model_config(folder)
-        max_model_len = _max_model_len(config, model)
-        warnings = check_against_model(config, max_model_len=max_model_len)
-        memory = device_memory(config, self._device, limit_bytes=read_limits().memory_bytes)
-        requested = requested_bytes(memory, config.gpu_memory_utilization)
-        dtype = _dtype(config, model, self._device)
-        made_up = config.load_format == "dummy" or (config.load_format == "auto" and config.model == EMBEDDED)
-        source = dummy(config.seed) if made_up else checkpoint(folder)
-        weights = load_weights(source, model, dtype=_DTYPES[dtype], device=self._device)
-        self._decoder = Decoder(model, weights)
-        self._sampler = Sampler(seed=config.seed, max_num_seqs=config.max_num_seqs, device=self._device)
-        self._buffers = BatchBuffers(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=config.block_size,
-            windows=set(model.layer_windows),
-            dtype=_DTYPES[dtype],
-            device=self._device,
+        plan = blueprint(config)
+        share = take_share(config, plan.device, limit_bytes=read_limits().memory_bytes)
+        self._runner = ModelRunner(plan)
+        report = self._runner.measure(share)
+        num_blocks, overridden = kv_blocks_in_force(
+            config, report.budget, report.layout, max_model_len=plan.max_model_len
         )
-        budget = self._measure(config, memory, requested, max_model_len)
-        layout = self._kv_layout(config.block_size)
-        num_blocks, overridden = _num_blocks(config, budget, layout, max_model_len)
-        self._kv_cache = self._allocate_kv(num_blocks, config.block_size)
+        self._kv_cache = self._runner.allocate_kv(num_blocks)
         self.resolved = ResolvedConfig(
             asked=config,
             served_model_name=config.served_model_name or config.model,
-            max_model_len=max_model_len,
-            dtype=dtype,
-            device=self._device.type,
+            max_model_len=plan.max_model_len,
+            dtype=plan.dtype,
+            device=report.device,
             num_gpu_blocks=num_blocks,
-            kv_block_bytes=layout.block_bytes,
-            memory=budget,
-            eos_token_ids=model.eos_token_ids,
-            vocab_size=model.vocab_size,
-            warnings=(*warnings, *overridden),
+            kv_block_bytes=report.layout.block_bytes,
+            memory=report.budget,
+            eos_token_ids=plan.model.eos_token_ids,
+            vocab_size=plan.model.vocab_size,
+            warnings=(*plan.warnings, *overridden),
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, and draw a token for each request that samples."""
         if not plan.scheduled:
             return StepResult(sampled_token_ids={})
-        return self._step(plan, self._decoder, self._kv_cache)
+        return self._runner.step(plan, self._kv_cache)
+
+
+class ModelRunner:
+    """A loaded model and the buffers of its steps: all that is measured, and no KV blocks."""
+
+    def __init__(self, plan: Blueprint) -> None:
+        config, model, dtype = plan.config, plan.model, _DTYPES[plan.dtype]
+        made_up = config.load_format == "dummy" or (config.load_format == "auto" and config.model == EMBEDDED)
+        source = dummy(config.seed) if made_up else checkpoint(plan.folder)
+        self._plan = plan
+        self._decoder = Decoder(model, load_weights(source, model, dtype=dtype, device=plan.device))
+        self._sampler = Sampler(seed=config.seed, max_num_seqs=config.max_num_seqs, device=plan.device)
+        self._buffers = BatchBuffers(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            block_size=config.block_size,
+            windows=set(model.layer_windows),
+            dtype=dtype,
+            device=plan.device,
+        )
+
+    def step(self, plan: StepPlan, kv_cache: Tensor) -> StepResult:
+        """Compute one step on the whole model, with the KV blocks of `allocate_kv`."""
+        return self._step(plan, self._decoder, kv_cache)
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan, decoder: Decoder, kv_cache: Tensor) -> StepResult:
@@ -101,39 +136,68 @@ class TorchExecutor:
         ids = (item.request_id for item in batch.sampled)
         return StepResult(sampled_token_ids=dict(zip(ids, drawn, strict=True)))
 
-    def _kv_layout(self, block_size: int) -> KvLayout:
-        model, itemsize = self._decoder.config, self._decoder.weights.embedding.itemsize
-        token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
-        return KvLayout(block_size=block_size, block_bytes=block_size * token_bytes)
-
-    def _allocate_kv(self, num_blocks: int, block_size: int, *, num_layers: int | None = None) -> Tensor:
-        """(layers, 2, blocks, block size, key/value heads, head size), every page touched."""
+    def allocate_kv(self, num_blocks: int, *, num_layers: int | None = None) -> Tensor:
+        """(layers, 2, blocks, block size, key/value heads, head size), every page touched; all layers unless told."""
         model, like = self._decoder.config, self._decoder.weights.embedding
         layers = model.num_layers if num_layers is None else num_layers
+        block_size = self._plan.config.block_size
         cache = like.new_empty(layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
         return cache.zero_()
 
-    def _measure(self, config: EngineConfig, memory: DeviceMemory, requested: int, max_model_len: int) -> MemoryBudget:
-        """Run the largest steps and account for every byte.
-
-        One layer is enough: layers have equal shapes, and what one computes is released before the next.
-        """
-        weights = self._decoder.weights
-        model = self._decoder.config
-        one_layer = Decoder(
-            replace(model, layer_windows=model.layer_windows[:1]), replace(weights, layers=weights.layers[:1])
-        )
-        kv_cache = self._allocate_kv(1, config.block_size, num_layers=1)
-        plans = largest_steps(config, max_model_len)
-        peak = activation_peak_bytes(lambda: [self._step(plan, one_layer, kv_cache) for plan in plans], self._device)
-        return memory_budget(
-            total_bytes=memory.total_bytes,
-            requested_bytes=requested,
-            weights_bytes=weights.num_bytes(),
-            activation_peak_bytes=peak,
+    def measure(self, share: DeviceShare) -> MemoryReport:
+        """Run the largest steps and account for every byte of the share."""
+        plan, config = self._plan, self._plan.config
+        peak_bytes, peak_step = self._activation_peak()
+        budget = memory_budget(
+            total_bytes=share.memory.total_bytes,
+            free_bytes=share.memory.free_bytes,
+            requested_bytes=share.requested_bytes,
+            weights_bytes=self._decoder.weights.num_bytes(),
+            activation_peak_bytes=peak_bytes,
             request_buffers_bytes=self._buffers.nbytes + self._sampler.nbytes,
-            non_torch_bytes=non_torch_bytes(memory, self._device),
+            non_torch_bytes=non_torch_bytes(share.memory, plan.device),
         )
+        return MemoryReport(
+            device=device_label(config, plan.device),
+            budget=budget,
+            layout=self._kv_layout(),
+            max_model_len=plan.max_model_len,
+            peak_step=peak_step,
+        )
+
+    def _activation_peak(self) -> tuple[int, str]:
+        """The most a step holds beyond weights, buffers and KV, and which step that is.
+
+        One layer of a kind is enough: layers of a kind have equal shapes, and what one computes is released before the
+        next.
+        """
+        model, weights = self._decoder.config, self._decoder.weights
+        first_of_kind = {window: index for index, window in reversed(list(enumerate(model.layer_windows)))}
+        kept = sorted(first_of_kind.values())
+        few_layers = Decoder(
+            replace(model, layer_windows=tuple(model.layer_windows[index] for index in kept)),
+            replace(weights, layers=tuple(weights.layers[index] for index in kept)),
+        )
+        kv_cache = self.allocate_kv(1, num_layers=len(kept))
+        steps = largest_steps(self._plan.config, self._plan.max_model_len)
+        peaks = [
+            (activation_peak_bytes(partial(self._step, step, few_layers, kv_cache), self._plan.device), words(step))
+            for step in steps
+        ]
+        return max(peaks)
+
+    def _kv_layout(self) -> KvLayout:
+        model, itemsize = self._decoder.config, self._decoder.weights.embedding.itemsize
+        token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
+        block_size = self._plan.config.block_size
+        return KvLayout(block_size=block_size, block_bytes=block_size * token_bytes)
+
+
+def words(step: StepPlan) -> str:
+    """A step in words, as a reader of the memory table needs it."""
+    decodes = sum(len(item.token_ids) == 1 for item in step.scheduled)
+    chunks = len(step.scheduled) - decodes
+    return f"{step.num_scheduled_tokens} tokens: {decodes} requests decoding, {chunks} in prefill, all sampled"
 
 
 def largest_steps(config: EngineConfig, max_model_len: int) -> tuple[StepPlan, ...]:
@@ -167,26 +231,6 @@ def largest_steps(config: EngineConfig, max_model_len: int) -> tuple[StepPlan, .
     return tuple(steps)
 
 
-def _num_blocks(
-    config: EngineConfig, budget: MemoryBudget, layout: KvLayout, max_model_len: int
-) -> tuple[int, tuple[str, ...]]:
-    """KV blocks in force, and warnings where an override breaks a rule that the budget would have kept."""
-    asked = config.num_gpu_blocks_override
-    if asked is None:
-        return num_kv_blocks(budget, layout, max_model_len=max_model_len), ()
-    warnings = []
-    fitting = max(0, budget.kv_cache_bytes // layout.block_bytes)
-    if asked > fitting:
-        warnings.append(f"num_gpu_blocks_override={asked} is above the {fitting} blocks that the memory share leaves")
-    needed = layout.blocks_for(max_model_len)
-    if asked < needed:
-        warnings.append(
-            f"num_gpu_blocks_override={asked} is below the {needed} blocks that one request of "
-            f"max_model_len={max_model_len} needs"
-        )
-    return asked, tuple(warnings)
-
-
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     own = model.max_position_embeddings
     if config.max_model_len is None:
@@ -200,11 +244,15 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _device(config: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ConfigError("device='cuda', but torch finds no CUDA device: use device='cpu'")
-    use_cuda = available and config.device in ("auto", "cuda")
-    return torch.device("cuda" if use_cuda else "cpu")
+    kind, number = split_device(config.device)
+    num_gpus = torch.cuda.device_count() if kind != "cpu" else 0
+    if kind == "cuda" and not num_gpus:
+        raise ConfigError(f"device={config.device!r}, but torch finds no CUDA device: use device='cpu'")
+    if not num_gpus:
+        return torch.device("cpu")
+    if number >= num_gpus:
+        raise ConfigError(f"device={config.device!r}, but torch finds {num_gpus} CUDA devices: 0 to {num_gpus - 1}")
+    return torch.device("cuda", number)
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, check_against_model, parse_size
+from engine.config import ConfigError, EngineConfig, check_against_model, device_of_rank, parse_size
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,10 @@ def test_a_budget_below_the_sequences_is_refused_with_both_numbers() -> None:
         ("num_gpu_blocks_override", -5),
         ("seed", -1),
         ("dtype", "int8"),
+        ("device", "gpu"),
+        ("device", "cpu:"),
+        ("device", "cpu:-1"),
+        ("device", "cuda:one"),
         ("load_format", "pickled"),
         ("enable_prefix_caching", True),
     ],
@@ -52,6 +56,24 @@ def test_values_that_can_never_work_are_refused_by_key_and_value(name: str, valu
         EngineConfig(model="m", **{name: value})  # type: ignore[arg-type]
     assert name in str(refused.value)
     assert str(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("cpu", ["cpu", "cpu:1", "cpu:2"]),
+        ("cpu:0", ["cpu", "cpu:1", "cpu:2"]),
+        ("cpu:3", ["cpu:3", "cpu:4", "cpu:5"]),
+        ("cuda:1", ["cuda:1", "cuda:2", "cuda:3"]),
+        ("auto", ["auto", "auto:1", "auto:2"]),
+    ],
+)
+def test_every_rank_has_a_device_of_its_own(name: str, devices: list[str]) -> None:
+    """Cores behind one server do not take memory from each other."""
+    found = [device_of_rank(name, rank) for rank in range(3)]
+    assert found == devices
+    for device in found:
+        assert EngineConfig(model="m", device=device).device == device
 
 
 def test_a_budget_above_what_a_step_can_hold_is_a_warning_only() -> None:

@@ -103,7 +103,7 @@ def test_larger_limits_take_memory_from_kv(executor: TorchExecutor) -> None:
 
 def test_no_step_takes_more_than_the_measured_peak(executor: TorchExecutor) -> None:
     """The budget holds under load: a step of any mix stays below what the start measured."""
-    from engine.memory import activation_peak_bytes
+    from engine.device_memory import activation_peak_bytes
 
     mixed = StepPlan(scheduled=(_item(tuple(range(63)), start=65), _item((1,), start=127, name="b")))
     whole = StepPlan(scheduled=(_item(tuple(range(32))), _item(tuple(range(32)), name="b")))

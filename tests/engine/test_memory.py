@@ -13,28 +13,37 @@ from hypothesis import strategies as st
 
 from engine.batch import BatchBuffers
 from engine.config import EngineConfig, MemoryBudget
+from engine.device_memory import activation_peak_bytes, device_memory
 from engine.memory import (
     DeviceMemory,
     KvLayout,
     NoKvMemoryError,
     NotEnoughMemoryError,
-    activation_peak_bytes,
-    device_memory,
     memory_budget,
+    num_blocks_of_ranks,
     num_kv_blocks,
     requested_bytes,
 )
+from engine.sampler import Sampler
 
 GB, GIB, MIB = 10**9, 2**30, 2**20
 CPU = torch.device("cpu")
 
 
 def _budget(
-    *, total: float, share: float, weights: float, activations: float = 0, buffers: float = 0, non_torch: float = 0
+    *,
+    total: float,
+    share: float,
+    weights: float,
+    activations: float = 0,
+    buffers: float = 0,
+    non_torch: float = 0,
+    free: float | None = None,
 ) -> MemoryBudget:
-    """A budget from figures in GiB."""
+    """A budget from figures in GiB; all is free unless told."""
     return memory_budget(
         total_bytes=int(total * GIB),
+        free_bytes=int((total if free is None else free) * GIB),
         requested_bytes=int(int(total * GIB) * share),
         weights_bytes=int(weights * GIB),
         activation_peak_bytes=int(activations * GIB),
@@ -49,6 +58,7 @@ def test_what_is_left_for_kv_is_the_seeds_example() -> None:
 
     budget = memory_budget(
         total_bytes=device.total_bytes,
+        free_bytes=device.free_bytes,
         requested_bytes=requested_bytes(device, 0.9),
         weights_bytes=40 * GB,
         activation_peak_bytes=8 * GB,
@@ -72,6 +82,18 @@ def test_a_buffer_of_every_token_of_every_request_is_the_seeds_example() -> None
     per_request = 4 + 4 + 8  # context length, query start, sampled row
 
     assert many - one - 128 * per_request == 16 * MIB
+
+
+def test_the_buffers_that_are_counted_are_all_the_buffers_there_are() -> None:
+    """No buffer grows with the sequences or the budget behind the back of the calculation."""
+    made: list[BatchBuffers | Sampler] = []
+
+    def make() -> None:
+        sizes = {"max_num_batched_tokens": 64, "max_model_len": 512, "block_size": 16, "windows": {None, 128}}
+        made.append(BatchBuffers(max_num_seqs=48, dtype=torch.float32, device=CPU, **sizes))
+        made.append(Sampler(seed=0, max_num_seqs=48, device=CPU))
+
+    assert activation_peak_bytes(make, CPU) == sum(each.nbytes for each in made)
 
 
 def test_more_than_is_free_names_every_figure_and_the_highest_share_that_works() -> None:
@@ -137,29 +159,61 @@ def test_a_length_that_fits_at_no_share_is_answered_with_a_length() -> None:
 
 @given(
     total=st.integers(1 * MIB, 100 * GIB),
+    free=st.floats(0.02, 1.0),
     share=st.floats(0.01, 1.0),
     weights=st.floats(0, 1.2),
     length=st.integers(1, 10**6),
     block_bytes=st.integers(1024, 4 * MIB),
 )
-def test_every_way_out_works(total: int, share: float, weights: float, length: int, block_bytes: int) -> None:
-    """Whatever the error offers, taking it starts the engine."""
+def test_every_way_out_works(
+    total: int, free: float, share: float, weights: float, length: int, block_bytes: int
+) -> None:
+    """Whatever the error offers, taking it starts the engine, on a device of which others hold a part too."""
     layout = KvLayout(block_size=16, block_bytes=block_bytes)
+    device = DeviceMemory(total_bytes=total, free_bytes=int(free * total))
+    share *= free
 
-    def budget_at(share: float) -> MemoryBudget:
-        return _budget(total=total / GIB, share=share, weights=weights * total / GIB)
+    def num_blocks(share: float, length: int) -> int:
+        budget = memory_budget(
+            total_bytes=total,
+            free_bytes=device.free_bytes,
+            requested_bytes=requested_bytes(device, share),
+            weights_bytes=int(weights * total),
+            activation_peak_bytes=0,
+            request_buffers_bytes=0,
+            non_torch_bytes=0,
+        )
+        return num_kv_blocks(budget, layout, max_model_len=length)
 
     try:
-        num_kv_blocks(budget_at(share), layout, max_model_len=length)
+        num_blocks(share, length)
     except NoKvMemoryError as error:
         text = str(error)
-        if better := re.search(r"would do is (\d\.\d\d)", text):
-            assert num_kv_blocks(budget_at(float(better[1])), layout, max_model_len=length) > 0
+        better = re.search(r"would do is (\d\.\d\d)", text)
+        if better and "is free now" not in text:
+            assert num_blocks(float(better[1]), length) > 0
+        elif better:
+            with pytest.raises(NotEnoughMemoryError):
+                num_blocks(float(better[1]), length)
         if shorter := re.search(r"that fits is (\d+)", text):
-            assert num_kv_blocks(budget_at(share), layout, max_model_len=int(shorter[1])) > 0
-        if at_full := re.search(r"at 1\.00 max_model_len=(\d+)", text):
-            assert num_kv_blocks(budget_at(1.0), layout, max_model_len=int(at_full[1])) > 0
-        assert better or at_full or "at no gpu_memory_utilization" in text
+            assert num_blocks(share, int(shorter[1])) > 0
+        if at_most := re.search(r"at (\d\.\d\d) max_model_len=(\d+)", text):
+            assert num_blocks(float(at_most[1]), int(at_most[2])) > 0
+        assert better or at_most or "at no gpu_memory_utilization" in text or "is free now" in text
+
+
+def test_a_share_that_others_hold_is_not_offered_without_saying_so() -> None:
+    """A user who raises the share as told is not refused at the next start without having been warned."""
+    budget = _budget(total=24, free=12, share=0.25, weights=11.75)
+    layout = KvLayout(block_size=16, block_bytes=4 * MIB)
+
+    with pytest.raises(NoKvMemoryError, match=r"would do is 0\.53, but only 12\.00 GiB of 24\.00 GiB is free now"):
+        num_kv_blocks(budget, layout, max_model_len=3000)
+
+
+def test_blocks_are_the_fewest_of_any_rank() -> None:
+    """A second device with less room is not overrun by a count taken from the first."""
+    assert num_blocks_of_ranks([1000, 620]) == 620
 
 
 def test_the_activation_peak_is_every_byte_held_at_once() -> None:
@@ -205,6 +259,7 @@ def test_a_budget_adds_up() -> None:
     budget = _budget(total=10, share=0.8, weights=1, activations=2, buffers=0.5, non_torch=0.25)
     parts = dataclasses.asdict(budget)
     requested = parts.pop("requested_bytes")
-    parts.pop("total_bytes")
+    for outside in ("total_bytes", "free_bytes"):
+        parts.pop(outside)
 
     assert sum(parts.values()) == requested

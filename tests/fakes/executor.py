@@ -26,6 +26,7 @@ def fake_resolved(asked: EngineConfig, *, eos_token_ids: tuple[int, ...] = (EOS_
         kv_block_bytes=1000,
         memory=MemoryBudget(
             total_bytes=100_000,
+            free_bytes=95_000,
             requested_bytes=90_000,
             weights_bytes=10_000,
             activation_peak_bytes=9_000,
