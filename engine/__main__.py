@@ -14,6 +14,7 @@ import yaml
 
 from engine.config import ConfigError, EngineConfig, parse_size
 from engine.core import CoreFailed
+from engine.executor.law import law_names
 from engine.launch import report_start_failure, serve
 
 _DEFAULT = " (default: %(default)s)"
@@ -85,6 +86,8 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--device-memory", dest="device_memory_bytes", type=_size, metavar="BYTES", help="on CPU, the device's size")
     add("--device", help="cpu, cuda or auto" + _DEFAULT)
     add("--dtype", help="float32, bfloat16, float16 or auto" + _DEFAULT)
+    add("--executor", metavar="NAME", help="torch computes, simulated waits as --law says" + _DEFAULT)
+    add("--law", metavar="LAW", help=f"what to simulate: {', '.join(law_names())}, or a path to a YAML file")
     add("--load-format", help="safetensors, dummy or auto" + _DEFAULT)
     add("--seed", type=int, help="for dummy weights, and for requests that bring none" + _DEFAULT)
     add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind, count:N or a list such as 0-3" + _DEFAULT)

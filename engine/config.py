@@ -16,6 +16,19 @@ class ConfigError(ValueError):
     """A setting that can never work; the message names the setting, its value and the limit."""
 
 
+class OutOfDeviceMemoryError(MemoryError):
+    """The device ran out of memory in a phase that is known."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        """Keep the failure class.
+
+        Args:
+            kind: one of the project's failure classes, such as `oom_graph_capture`.
+        """
+        super().__init__(message)
+        self.kind = kind
+
+
 def parse_size(text: str) -> int:
     """Read a whole number that may end in a suffix: `16k` is 16,000 and `16K` is 16,384.
 
@@ -118,6 +131,12 @@ class EngineConfig:
     """`cpu`, `cuda`, or `auto`: CUDA where there is one. A number may follow, as in `cuda:1`, and none is 0; `cpu:1` is
     a further virtual device on the same CPUs, with a memory budget of its own."""
 
+    executor: str = "torch"
+    """`torch` computes; `simulated` waits as long as `law` says and makes tokens up, and everything says so."""
+
+    law: str | None = None
+    """With `executor="simulated"`, the device to simulate: a preset's name, or the path of a YAML file."""
+
     load_format: str = "auto"
     """`safetensors`, `dummy` (seeded weights made up at start), or `auto`: dummy for `embedded`, else safetensors."""
 
@@ -150,6 +169,9 @@ class EngineConfig:
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         split_device(self.device)
+        _require_one_of("executor", self.executor, ("torch", "simulated"))
+        if self.law is not None and self.executor != "simulated":
+            raise ConfigError(f"law={self.law!r} is for executor='simulated', and executor={self.executor!r}: set both")
         _require_one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
 
     def _check_scheduling(self) -> None:
@@ -274,7 +296,7 @@ class ResolvedConfig:
     max_model_len: int
     dtype: str
     device: str
-    """`cpu`, `cuda`, or with a number above 0, as `cpu:1`."""
+    """`cpu`, `cuda`, or with a number above 0, as `cpu:1`; `simulated:h100-8b` where a law stands in for a device."""
 
     num_gpu_blocks: int
     """KV blocks there are, all of them usable. Unit: blocks."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn, Protocol, cast
 
-from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.config import ConfigError, EngineConfig, OutOfDeviceMemoryError, ResolvedConfig
 from engine.device_ledger import DeviceLedgerError
 from engine.limits import oom_kills
 from engine.memory import NoKvMemoryError, NotEnoughMemoryError
@@ -33,8 +33,11 @@ from engine.step import StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-TORCH_EXECUTOR = "engine.executor.torch:TorchExecutor"
-"""Where the core finds the executor of a real engine, as `module:factory`."""
+EXECUTORS = {
+    "torch": "engine.executor.torch:TorchExecutor",
+    "simulated": "engine.executor.simulated:SimulatedExecutor",
+}
+"""Where the core finds an executor, by its name in `EngineConfig`, as `module:factory`."""
 
 _PR_SET_PDEATHSIG = 1
 _JOIN_S = 2.0
@@ -263,7 +266,7 @@ def core_main(
         _fail(connection, CoreFailed(_start_error_kind(error), str(error)))
     except Exception as error:
         logger.exception("the core cannot start")
-        kind = "oom_startup" if _is_out_of_memory(error) else "crashed"
+        kind = _failure_kind(error, out_of_memory="oom_startup")
         _fail(connection, CoreFailed(kind, f"{type(error).__name__}: {error}"))
     connection.send(Ready(engine.resolved))
     try:
@@ -272,7 +275,7 @@ def core_main(
         logger.info("the parent is gone, so the core ends")
     except Exception as error:
         logger.exception("the core cannot go on")
-        kind = "oom_runtime" if _is_out_of_memory(error) else "crashed"
+        kind = _failure_kind(error, out_of_memory="oom_runtime")
         _fail(connection, CoreFailed(kind, f"{type(error).__name__}: {error}"))
 
 
@@ -367,6 +370,13 @@ def _start_error_kind(error: ConfigError | DeviceLedgerError) -> str:
     if isinstance(error, NoKvMemoryError):
         return "no_kv_memory"
     return "oom_startup" if isinstance(error, NotEnoughMemoryError) else "invalid_config"
+
+
+def _failure_kind(error: Exception, *, out_of_memory: str) -> str:
+    """The failure class of an error: its own, or `out_of_memory` for lack of it in a phase that is not known closer."""
+    if isinstance(error, OutOfDeviceMemoryError):
+        return error.kind
+    return out_of_memory if _is_out_of_memory(error) else "crashed"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

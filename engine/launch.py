@@ -16,7 +16,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
-from engine.core import TORCH_EXECUTOR, CoreFailed, CoreProcess, Ready, cpus_to_use
+from engine.core import EXECUTORS, CoreFailed, CoreProcess, Ready, cpus_to_use
 from engine.frontend import Frontend, wait_until_ready
 from engine.limits import read_limits
 from engine.server import Api
@@ -45,7 +45,7 @@ def report_start_failure(failure: CoreFailed) -> int:
     return 1
 
 
-def serve(config: EngineConfig, *, host: str, port: int, executor: str = TORCH_EXECUTOR) -> int:
+def serve(config: EngineConfig, *, host: str, port: int, executor: str | None = None) -> int:
     """Run the server until it is told to stop; returns the process's exit code.
 
     The port is taken at once, so that a neighbour's is noticed before anything is loaded, but it answers only when the
@@ -53,7 +53,7 @@ def serve(config: EngineConfig, *, host: str, port: int, executor: str = TORCH_E
 
     Args:
         port: 0 takes any free port; the `ready` line names it.
-        executor: `module:factory` of what computes.
+        executor: `module:factory` of what computes; None takes what the config names.
     """
     try:
         cpus = cpus_to_use(config.cpu_omp_threads_bind, os.sched_getaffinity(0), quota=read_limits().cpus)
@@ -66,7 +66,7 @@ def serve(config: EngineConfig, *, host: str, port: int, executor: str = TORCH_E
             listener.bind((host, port))
         except OSError as error:
             return report_start_failure(CoreFailed("infrastructure", f"cannot bind {host}:{port}: {error.strerror}"))
-        return asyncio.run(_run(config, listener, executor, cpus))
+        return asyncio.run(_run(config, listener, executor or EXECUTORS[config.executor], cpus))
 
 
 def _allow_many_connections() -> None:

@@ -109,7 +109,7 @@ class Api:
             "id": self._resolved.served_model_name,
             "object": "model",
             "created": self._created,
-            "owned_by": "kneetune",
+            "owned_by": "kneetune" if self._resolved.asked.executor == "torch" else "kneetune (simulated)",
             "root": self._resolved.asked.model,
             "max_model_len": self._resolved.max_model_len,
         }

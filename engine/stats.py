@@ -140,6 +140,7 @@ class EngineStats:
             "enable_prefix_caching": asked.enable_prefix_caching,
             "dtype": resolved.dtype,
             "device": resolved.device,
+            "executor": asked.executor,
             "version": engine_version(),
         }
         self._info("engine:config_info", "The engine config in force.", config)
