@@ -181,6 +181,7 @@ class Provenance(Record):
     seed: int
     created: str
     simulated: bool = False
+    """Whether step times came from a law and not from a device: nothing in the run was measured on hardware."""
 
 
 class Recommendation(Record):

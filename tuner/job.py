@@ -33,12 +33,27 @@ class EngineSpec(Record):
     device_memory: SizeBytes | None = None
     """Size of the device on a CPU; None leaves the engine's own choice, half the RAM."""
 
+    law: str | None = None
+    """Rehearse on a simulated device instead: a preset of the built-in engine such as `h100-8b`, or a YAML file. The
+    answer says `simulated` wherever it goes."""
+
     cpus: int | None = Field(default=None, ge=1)
     """On a CPU, how many of this machine's CPUs the engine computes on; None leaves it all but the last."""
 
     fixed: FixedParameters = FixedParameters()
     start_timeout: DurationS = 300.0
     """How long a launch may take before it counts as failed."""
+
+    @field_validator("law")
+    @classmethod
+    def _file_by_its_absolute_path(cls, law: str | None) -> str | None:
+        return str(Path(law).expanduser().resolve()) if law is not None and law.endswith((".yaml", ".yml")) else law
+
+    @model_validator(mode="after")
+    def _one_device(self) -> EngineSpec:
+        if self.law is not None and self.device_memory is not None:
+            raise ValueError(f"law={self.law} brings a device of its own size: leave device_memory out")
+        return self
 
 
 class SloSpec(Record):

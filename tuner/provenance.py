@@ -32,6 +32,7 @@ def provenance(job: TuningJob) -> Provenance:
         python=platform.python_version(),
         packages={name: metadata.version(name) for name in PACKAGES},
         seed=job.seed,
+        simulated=job.engine.law is not None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
@@ -58,6 +59,8 @@ def model_hash(model: str) -> str:
 
 
 def _device(job: TuningJob) -> str:
+    if job.engine.law is not None:
+        return f"simulated: {job.engine.law}"
     size = job.engine.device_memory
     return "cpu" if size is None else f"cpu, {size / 2**20:.0f} MiB set aside as the device"
 

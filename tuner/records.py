@@ -258,7 +258,10 @@ class EngineFacts(Record):
     engine: str
     version: str
     device: str
-    """What it computes on: `cpu`, `cuda`."""
+    """What it computes on: `cpu`, `cuda`; `simulated:h100-8b` where nothing is computed."""
+
+    simulated: bool = False
+    """Whether its step times come from a law and not from a device."""
 
     num_gpu_blocks: int | None
     block_size: int | None

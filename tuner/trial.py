@@ -181,7 +181,8 @@ def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> 
         model=reading.model_name,
         max_model_len=builtin.facts(reading).max_model_len,
         token_ids=BYTE_TOKENS,
-        root_pid=engine.pid,
+        # The processes of a simulated engine say nothing about its device's memory.
+        root_pid=None if builtin.facts(reading).simulated else engine.pid,
         memory=builtin.memory(reading),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

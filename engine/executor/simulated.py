@@ -50,6 +50,11 @@ class SimulatedExecutor:
         if config.law is None:
             raise ConfigError(f"executor='simulated' needs a law: take one of {', '.join(law_names())}, or a YAML file")
         law = load_law(config.law)
+        if config.device_memory_bytes is not None:
+            raise ConfigError(
+                f"device_memory_bytes={config.device_memory_bytes}: law {law.name!r} brings a device of its own size; "
+                "leave it out, or change memory.total_bytes in a copy of the law"
+            )
         max_model_len = _max_model_len(config, law)
         _check_dtype(config, law)
         warnings = check_against_model(config, max_model_len=max_model_len)
@@ -145,7 +150,7 @@ def _start(config: EngineConfig, law: Law, max_model_len: int) -> tuple[MemoryBu
         OutOfDeviceMemoryError: where the device runs out, with the phase that it ran out in.
     """
     memory, sizes = law.memory, graph_sizes(config.max_num_seqs)
-    total = config.device_memory_bytes or memory.total_bytes
+    total = memory.total_bytes
     device = DeviceMemory(total_bytes=total, free_bytes=max(0, total - memory.used_by_others_bytes))
     if memory.weights_bytes > device.free_bytes:
         raise OutOfDeviceMemoryError(

@@ -389,6 +389,8 @@ def test_config_and_law_must_agree(tmp_path: Path) -> None:
         SimulatedExecutor(asked(path, max_model_len=4096))
     with pytest.raises(ConfigError, match="dtype='bfloat16': law 'law' holds for float32 only"):
         SimulatedExecutor(asked(path, dtype="bfloat16"))
+    with pytest.raises(ConfigError, match="brings a device of its own size"):
+        SimulatedExecutor(asked(path, device_memory_bytes=MIB))
 
 
 def test_simulated_is_never_the_default_and_always_said(tmp_path: Path) -> None:

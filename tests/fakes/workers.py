@@ -21,12 +21,21 @@ Reshape = Callable[[StageRecord], StageRecord]
 class FakeWorkers:
     """Runs trials the way `Workers` does, without Ray and without an engine."""
 
-    def __init__(self, *, fails: Rule = lambda _: None, reshape: Reshape = lambda made: made, lost: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        fails: Rule = lambda _: None,
+        reshape: Reshape = lambda made: made,
+        lost: int = 0,
+        simulated: bool = False,
+    ) -> None:
         """A pool.
 
         Args:
             lost: how many of the first runs end with a dead worker.
+            simulated: whether the engines say that they are.
         """
+        self._simulated = simulated
         self.launched: list[TrialSpec] = []
         self._fails = fails
         self._reshape = reshape
@@ -46,7 +55,9 @@ class FakeWorkers:
                 yield stages[-1]
             measured = [MeasuredStage(record=each, requests=(_request(),), samples=()) for each in stages]
             write_requests(spec.directory, measured)
-        outcome = failed or Measured(facts=facts(spec.config), stages=tuple(stages))
+        outcome = failed or Measured(
+            facts=facts(spec.config).model_copy(update={"simulated": self._simulated}), stages=tuple(stages)
+        )
         yield TrialRecord(
             number=spec.number,
             role=spec.role,

@@ -76,6 +76,30 @@ def test_a_trial_measures_the_engine_it_launched_and_leaves_nothing_running(tmp_
     assert (tmp_path / "requests.parquet").is_file()
 
 
+LAW = """
+description: 10 ms a step and 1 ms a request
+max_model_len: 2048
+dtype: float32
+step_time: {combine: sum, base_s: 0.01, decode_token_s: 0.001}
+memory: {total_bytes: 1000000000, weights_bytes: 1000, activation_bytes_per_token: 1, kv_bytes_per_token: 1000}
+"""
+
+
+def test_a_simulated_engine_is_measured_and_every_record_says_so(tmp_path: Path) -> None:
+    """A tuner can be judged by a server whose throughput is known, and nobody can take that for a measurement."""
+    law = tmp_path / "known.yaml"
+    law.write_text(LAW, encoding="utf-8")
+    spec = _spec(tmp_path, _steps(4), over={"engine": {"law": str(law), "device_memory": None}})
+
+    (stage,), trial = _run(spec)
+
+    assert isinstance(trial.outcome, Measured)
+    assert trial.outcome.facts.simulated
+    assert trial.outcome.facts.device == "simulated:known"
+    assert stage.memory.device_peak_bytes is None
+    assert stage.output_throughput.value <= 1.1 * 4 / (0.01 + 4 * 0.001)
+
+
 def test_a_small_share_under_overload_preempts_and_the_record_says_so(tmp_path: Path) -> None:
     """Preemptions are the engine's own counter over the measured window, not a guess."""
     long_outputs = {"input_len": {"kind": "fixed", "tokens": 32}, "output_len": {"kind": "fixed", "tokens": 96}}

@@ -36,12 +36,13 @@ def _run(
     fails: Rule = lambda _: None,
     reshape: Reshape = lambda made: made,
     lost: int = 0,
+    simulated: bool = False,
     over: dict[str, object] | None = None,
 ) -> tuple[Recommendation, RunStore, FakeWorkers]:
     job = load_job("embedded", over)
     origin = resolved_run().recommendation.provenance
     store = RunStore.create(tmp_path, job, origin)
-    workers = FakeWorkers(fails=fails, reshape=reshape, lost=lost)
+    workers = FakeWorkers(fails=fails, reshape=reshape, lost=lost, simulated=simulated)
     return run_tuning(job, store, origin, workers, _Silent()), store, workers
 
 
@@ -66,6 +67,16 @@ def test_the_defaults_are_trial_0_and_the_cautious_start_trial_1(tmp_path: Path)
     first, second = store.trials()[:2]
     assert (first.origin, first.config.max_num_seqs, first.config.max_num_batched_tokens) == ("defaults", 128, 2048)
     assert second.origin == "cautious_start"
+
+
+def test_a_run_with_a_simulated_launch_is_a_simulated_run(tmp_path: Path) -> None:
+    """What the engine said of itself reaches provenance and warnings, from where every export and report takes it."""
+    answer, _, _ = _run(tmp_path / "real", reshape=_saturating)
+    assert not answer.provenance.simulated
+    assert not any("simulated" in warning for warning in answer.warnings)
+    answer, _, _ = _run(tmp_path / "rehearsed", reshape=_saturating, simulated=True)
+    assert answer.provenance.simulated
+    assert "simulated" in answer.warnings[0]
 
 
 def test_production_stands_left_of_the_knee_and_is_confirmed_beside_the_defaults(tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ def recommend(
     production_profile = None if choice is None else _production(choice, confirmations.pair)
     protective_profile = None if protective is None else _protective(protective, confirmations.pair)
     verdict, reason = _verdict(finding, choice, production_profile, confirmations.setbacks)
+    simulated = provenance.simulated or any(
+        trial.outcome.facts.simulated for trial in trials if trial.outcome.outcome == "measured"
+    )
     return Recommendation(
         verdict=verdict,
         reason=reason,
@@ -112,8 +115,9 @@ def recommend(
         num_trials=len(trials),
         num_failed=sum(trial.outcome.outcome == "failed" for trial in trials),
         time=time,
-        provenance=provenance.model_copy(update={"device": _device(trials, provenance)}),
+        provenance=provenance.model_copy(update={"device": _device(trials, provenance), "simulated": simulated}),
         warnings=(
+            *_simulated(simulated=simulated),
             *confirmations.setbacks,
             *_failed_defaults(trials, defaults),
             *_warnings(production_profile, protective_profile),
@@ -235,6 +239,12 @@ def _baseline(trials: Sequence[TrialRecord], defaults: EngineConfig, pair: Confi
 
 def _numbers(trials: Sequence[TrialRecord]) -> tuple[int, ...]:
     return tuple(trial.number for trial in trials if trial.outcome.outcome == "measured")
+
+
+def _simulated(*, simulated: bool) -> list[str]:
+    """The first thing to know of a rehearsal."""
+    said = "simulated: step times came from a law, not from a device; a rehearsal that no deployment may rest on"
+    return [said] if simulated else []
 
 
 def _warnings(production: Profile | None, protective: Profile | None) -> list[str]:

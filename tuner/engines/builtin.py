@@ -34,6 +34,8 @@ def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, se
     ]
     if config.max_model_len is not None:
         arguments += ["--max-model-len", str(config.max_model_len)]
+    if spec.law is not None:
+        arguments += ["--executor", "simulated", "--law", spec.law]
     if spec.device_memory is not None:
         arguments += ["--device-memory", str(spec.device_memory)]
     if spec.cpus is not None:
@@ -86,6 +88,7 @@ def facts(reading: Reading) -> EngineFacts:
         num_gpu_blocks=int(labels["num_gpu_blocks"]),
         block_size=int(labels["block_size"]),
         device=labels["device"],
+        simulated=labels.get("executor") == "simulated",
         max_model_len=int(labels["max_model_len"]),
         kv_block_bytes=memory["kv_block"],
         memory_total_bytes=memory["total"],

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.config import EngineConfig
+from tuner import records
 from tuner.engines import builtin
+from tuner.inputs import InputError
+from tuner.job import EngineSpec, load_job
 
 
 def test_the_defaults_are_those_of_the_engine() -> None:
@@ -15,3 +20,21 @@ def test_the_defaults_are_those_of_the_engine() -> None:
         asked.max_num_batched_tokens,
         asked.gpu_memory_utilization,
     )
+
+
+def test_a_law_is_simulated_and_nothing_else_is() -> None:
+    """A rehearsal is asked for by name; without a law every launch computes."""
+    config = records.EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.9)
+
+    def command(spec: EngineSpec) -> list[str]:
+        return builtin.command("embedded", config, spec, port=1, served_model_name="x")
+
+    assert "--executor" not in command(EngineSpec())
+    line = " ".join(command(EngineSpec(law="h100-8b")))
+    assert "--executor simulated --law h100-8b" in line
+
+
+def test_a_law_brings_its_own_device() -> None:
+    """128 MiB set aside for a real model would quietly shrink a simulated card."""
+    with pytest.raises(InputError, match="law=h100-8b brings a device of its own size: leave device_memory out"):
+        load_job("embedded", {"engine": {"law": "h100-8b"}})
