@@ -16,6 +16,7 @@ from engine.config import ConfigError, EngineConfig, parse_size
 from engine.core import CoreFailed
 from engine.executor.law import law_names
 from engine.launch import report_start_failure, serve
+from engine.step_log import COLUMNS
 
 _DEFAULT = " (default: %(default)s)"
 _MAX_PORT = 65535
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = engine_config(args)
     except ConfigError as error:
         return report_start_failure(CoreFailed("invalid_config", str(error)))
-    return serve(config, host=args.host, port=args.port)
+    return serve(config, host=args.host, port=args.port, step_log=args.step_log)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -59,6 +60,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--config", type=Path, metavar="FILE.yaml", help="read flags from a file; the command line wins")
     add("--host", default="127.0.0.1", help="address to listen on" + _DEFAULT)
     add("--port", type=_port, default=8000, help="0 picks a free one and says which" + _DEFAULT)
+    add("--step-log", type=Path, metavar="FILE.jsonl", help=f"append a line a step. {COLUMNS}")
     add("--served-model-name", metavar="NAME", help="name that clients use (default: MODEL)")
     add("--max-num-seqs", type=_size, metavar="N", help="most requests running at once" + _DEFAULT)
     add("--max-num-batched-tokens", type=_size, metavar="TOKENS", help="token budget of one step" + _DEFAULT)
@@ -90,7 +92,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--law", metavar="LAW", help=f"what to simulate: {', '.join(law_names())}, or a path to a YAML file")
     add("--load-format", help="safetensors, dummy or auto" + _DEFAULT)
     add("--seed", type=int, help="for dummy weights, and for requests that bring none" + _DEFAULT)
-    add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind, count:N or a list such as 0-3" + _DEFAULT)
+    add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind, count:N or a list a core: 0-3|4-7" + _DEFAULT)
     command.set_defaults(**{field.name: field.default for field in fields(EngineConfig) if field.name != "model"})
     return parser, command
 

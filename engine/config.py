@@ -144,8 +144,9 @@ class EngineConfig:
     """Seeds dummy weights and the sampling of requests that bring no seed."""
 
     cpu_omp_threads_bind: str = "auto"
-    """CPUs the core computes on: a list such as `0-3`; `count:4`, the first 4 this process may use; `auto`, all it may
-    use, by affinity and the control group's CPU quota, but the last; `nobind`, no pinning."""
+    """CPUs the cores compute on: a list for each such as `0-3` or `0-3|4-7`; `count:4`, the next 4 this process may use
+    for each; `auto`, equal shares of all it may use, by affinity and the control group's CPU quota, but the last;
+    `nobind`, no pinning."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:

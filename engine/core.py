@@ -1,7 +1,8 @@
-"""The engine's core: plan, execute, commit, in a process of its own, and the handle its parent holds on it.
+"""The engine's core: plan, execute, commit; and the process it runs in behind a server.
 
-The parent sends `Submit` and `Abort`; the core answers `Ready` once, then one `StepReport` a step. A core that cannot
-start or go on says why with `CoreFailed` and ends. It never outlives its parent.
+The parent sends `Submit`, `Abort` and `ResetPrefixCache`; the core answers `Ready` once, then a `StepReport` a step,
+and now and then `Refused` or `PrefixCacheReset`. A core that cannot start or go on says why with `CoreFailed` and ends.
+It never outlives its parent, and never waits for it while there is work.
 """
 
 from __future__ import annotations
@@ -10,25 +11,21 @@ import contextlib
 import ctypes
 import importlib
 import logging
-import math
-import multiprocessing
 import os
-import queue
 import signal
+import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, TypeAlias, cast
 
+from engine.channel import Channel
 from engine.config import ConfigError, EngineConfig, OutOfDeviceMemoryError, ResolvedConfig
 from engine.device_ledger import DeviceLedgerError
-from engine.limits import oom_kills
 from engine.memory import NoKvMemoryError, NotEnoughMemoryError
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import RequestRefusedError, Scheduler, refusal
 from engine.step import StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -40,7 +37,7 @@ EXECUTORS = {
 """Where the core finds an executor, by its name in `EngineConfig`, as `module:factory`."""
 
 _PR_SET_PDEATHSIG = 1
-_JOIN_S = 2.0
+_LAST_WORDS_S = 5.0
 
 
 class Executor(Protocol):
@@ -55,7 +52,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Parent → core: a new request, already checked against the scheduler's refusals."""
+    """Parent → core: a new request, already checked against `prompt_refusal`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -67,6 +64,11 @@ class Abort:
     """Parent → core: forget a request."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Parent → core: forget all cached prefixes; answered in order by `PrefixCacheReset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,21 @@ class CoreFailed:
 
     kind: str
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Core → parent: a request that can never run, or a message that is none; the core goes on."""
+
+    request_id: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheReset:
+    """Core → parent: whether the cache was emptied; it is not while requests hold blocks."""
+
+    done: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +123,20 @@ class StepReport:
     scheduled_at_s: float
     """When the step was planned, on the machine-wide `perf_counter` clock of Linux."""
 
+    execute_s: float
+    """How long the executor took; 0 when only an abort was handled."""
+
     num_step_tokens: int
     """Tokens computed in the step; 0 when only an abort was handled."""
+
+    num_prefill_tokens: int
+    """Of these, tokens of prompts, and of outputs recomputed after a preemption. Unit: tokens."""
+
+    num_decodes: int
+    """Requests that computed the one token they drew last. Unit: requests."""
+
+    num_context_tokens: int
+    """Tokens whose keys and values the step read. Unit: tokens."""
 
     num_running: int
     num_waiting: int
@@ -115,224 +144,155 @@ class StepReport:
     num_preemptions: int
     """Preemptions since the start."""
 
+    num_prefix_queries_tokens: int
+    """Tokens looked up in the prefix cache since the start. Unit: tokens."""
 
-def cpus_to_use(bind: str, allowed: set[int], *, quota: float | None) -> tuple[int, ...] | None:
-    """The CPUs the core may compute on; None leaves them alone.
-
-    Args:
-        bind: `auto` (all allowed, and within the quota, but the last, which the parent needs), `nobind`, `count:4` (the
-            first 4 allowed), or a list such as `0-3,5`.
-        allowed: the CPUs this process may use.
-        quota: CPU time this process may use; None is no limit. Unit: CPUs.
-
-    Raises:
-        ConfigError: for a count or list that cannot be read, or that asks for CPUs this process may not use.
-    """
-    ordered = sorted(allowed)
-    if bind == "nobind":
-        return None
-    if bind == "auto":
-        within = ordered if quota is None else ordered[: max(1, math.ceil(quota))]
-        return tuple(within[:-1] or within)
-    try:
-        if bind.startswith("count:"):
-            return _first_cpus(bind, ordered)
-        chosen = {cpu for part in bind.split(",") for cpu in _cpu_range(part)}
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(
-            f"cpu_omp_threads_bind={bind!r} is not auto, nobind, a count such as count:4 or a list such as 0-3,5"
-        ) from error
-    if not chosen <= allowed:
-        raise ConfigError(f"cpu_omp_threads_bind={bind!r} names CPUs outside those this process may use: {ordered}")
-    return tuple(sorted(chosen))
+    num_prefix_hits_tokens: int
+    """Tokens found there since the start. Unit: tokens."""
 
 
-def _first_cpus(bind: str, ordered: list[int]) -> tuple[int, ...]:
-    count = int(bind.removeprefix("count:"))
-    if count < 1:
-        raise ValueError(f"{count} CPUs compute nothing")
-    if count > len(ordered):
-        raise ConfigError(
-            f"cpu_omp_threads_bind={bind!r} asks for {count} CPUs, but this process may use {len(ordered)}: {ordered}"
-        )
-    return tuple(ordered[:count])
+ToCore: TypeAlias = Submit | Abort | ResetPrefixCache
+FromCore: TypeAlias = Ready | StepReport | Refused | PrefixCacheReset | CoreFailed
 
 
-def _cpu_range(text: str) -> range:
-    first, dash, last = text.partition("-")
-    cpus = range(int(first), int(last if dash else first) + 1)
-    if not cpus:
-        raise ValueError(f"{text} is an empty range")
-    return cpus
-
-
-class CoreProcess:
-    """The parent's handle on a core: start, send, receive, stop.
-
-    Sending never blocks the caller: a thread of its own writes to the pipe, so that an event loop stays free while the
-    core is busy with a step.
-    """
-
-    def __init__(self, config: EngineConfig, *, executor: str, cpus: tuple[int, ...] | None) -> None:
-        """Start the core. Call it from the main thread: on Linux the core dies with the thread that started it."""
-        context = multiprocessing.get_context("spawn")
-        self._is_ready = False
-        self._oom_kills_before = oom_kills()
-        self._connection, core_end = context.Pipe(duplex=True)
-        self._process = context.Process(
-            target=core_main, args=(core_end, config, executor, cpus, os.getpid()), name="engine-core", daemon=True
-        )
-        self._process.start()
-        core_end.close()
-        self._outbox: queue.SimpleQueue[Submit | Abort | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="core-writer", daemon=True)
-        self._writer.start()
-
-    @property
-    def pid(self) -> int:
-        """The core's process id."""
-        return cast("int", self._process.pid)
-
-    def fileno(self) -> int:
-        """The descriptor that becomes readable when `receive` would not wait."""
-        return self._connection.fileno()
-
-    def send(self, message: Submit | Abort) -> None:
-        """Hand a message to the core, in order, without waiting."""
-        self._outbox.put(message)
-
-    def receive(self) -> Ready | CoreFailed | StepReport:
-        """The core's next message; waits for it. A core that is gone reads as `CoreFailed`."""
-        try:
-            message = cast("Ready | CoreFailed | StepReport", self._connection.recv())
-        except (EOFError, OSError):
-            self._process.join(_JOIN_S)
-            return silent_end(
-                self._process.exitcode,
-                is_ready=self._is_ready,
-                oom_kills_before=self._oom_kills_before,
-                oom_kills_after=oom_kills(),
-            )
-        self._is_ready = self._is_ready or isinstance(message, Ready)
-        return message
-
-    def stop(self) -> None:
-        """End the core now and wait until it is gone. It holds nothing that outlives it."""
-        self._outbox.put(None)
-        self._process.kill()
-        self._process.join()
-        self._writer.join()
-        self._connection.close()
-
-    def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            with contextlib.suppress(OSError):  # a dead core is noticed by `receive`
-                self._connection.send(message)
-
-
-def silent_end(
-    exit_code: int | None, *, is_ready: bool, oom_kills_before: int | None, oom_kills_after: int | None
-) -> CoreFailed:
-    """What is known of a core that ended without a word.
-
-    Lack of memory is a fact only where the kernel has counted a kill for it in this process's control group since the
-    core was started; a SIGKILL alone may have come from anyone.
-
-    Args:
-        exit_code: as `multiprocessing` has it, -N for signal N; None if the core closed its pipe and still runs.
-    """
-    if exit_code is None or exit_code >= 0:
-        return CoreFailed("crashed", f"the core process ended without a word, exit code {exit_code}")
-    ended = f"the core process was killed by signal {-exit_code}"
-    if exit_code != -signal.SIGKILL:
-        return CoreFailed("crashed", ended)
-    if oom_kills_before is not None and oom_kills_after is not None and oom_kills_after > oom_kills_before:
-        return CoreFailed("oom_runtime" if is_ready else "oom_startup", f"{ended} for lack of memory")
-    return CoreFailed("crashed", f"{ended}, probably for memory")
-
-
-def core_main(
-    connection: Connection, config: EngineConfig, executor: str, cpus: tuple[int, ...] | None, parent_pid: int
-) -> None:
-    """The core process: load, then serve until the parent is gone."""
-    _die_with_parent(parent_pid)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    _bind_cpus(cpus)
-    try:
-        engine = _load(executor, config)
-    except (ConfigError, DeviceLedgerError) as error:
-        _fail(connection, CoreFailed(_start_error_kind(error), str(error)))
-    except Exception as error:
-        logger.exception("the core cannot start")
-        kind = _failure_kind(error, out_of_memory="oom_startup")
-        _fail(connection, CoreFailed(kind, f"{type(error).__name__}: {error}"))
-    connection.send(Ready(engine.resolved))
-    try:
-        Core(engine, connection).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        logger.info("the parent is gone, so the core ends")
-    except Exception as error:
-        logger.exception("the core cannot go on")
-        kind = _failure_kind(error, out_of_memory="oom_runtime")
-        _fail(connection, CoreFailed(kind, f"{type(error).__name__}: {error}"))
+def prompt_refusal(resolved: ResolvedConfig, prompt_token_ids: tuple[int, ...]) -> str | None:
+    """Why this prompt can never run here: a token the model does not have, or its length; None if it can."""
+    size = resolved.vocab_size
+    if prompt_token_ids and not (min(prompt_token_ids) >= 0 and max(prompt_token_ids) < size):
+        bad = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < size)
+        return f"token id {bad} is outside the vocabulary [0, {size})"
+    return refusal(resolved, len(prompt_token_ids))
 
 
 class Core:
-    """The loop: take in messages, plan, execute, commit, report."""
+    """Requests in, one step at a time, a report a step: what the server's core process and the offline `LLM` share.
 
-    def __init__(self, executor: Executor, connection: Connection) -> None:
+    Messages are taken between steps only, so an abort frees its blocks before the next step is planned: what the
+    scheduler would do with one between `schedule` and `commit` does not come up here.
+    """
+
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._connection = connection
         self._scheduler = Scheduler(executor.resolved)
 
-    def run(self) -> None:
-        """Go on until the parent closes the pipe.
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute something."""
+        return bool(self._scheduler.num_running or self._scheduler.num_waiting)
 
-        Raises:
-            EOFError: when it does.
-        """
-        while True:
-            self._take_messages()
-            self._connection.send(self._step())
+    def take(self, message: object) -> Refused | PrefixCacheReset | None:
+        """Take in one message; what cannot be done is answered, and harms no other request."""
+        match message:
+            case Submit():
+                return self._add(message)
+            case Abort(request_id):
+                self._scheduler.abort(request_id)
+                return None
+            case ResetPrefixCache():
+                return PrefixCacheReset(done=False)
+            case _:
+                return Refused(None, f"the core knows no message {message!r:.200}")
 
-    def _take_messages(self) -> None:
-        """Take in what has come; with nothing to do, wait for a first message without spinning."""
-        idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
-        while idle or self._connection.poll():
-            idle = False
-            match self._connection.recv():
-                case Submit() as new:
-                    self._scheduler.add(
-                        Request(request_id=new.request_id, prompt_token_ids=new.prompt_token_ids, sampling=new.sampling)
-                    )
-                case Abort(request_id):
-                    self._scheduler.abort(request_id)
-
-    def _step(self) -> StepReport:
+    def step(self) -> StepReport:
+        """Plan, execute and commit one step; with no request, only say how the engine stands."""
         scheduler = self._scheduler
         scheduled_at_s = time.perf_counter()
+        execute_s = 0.0
         plan = scheduler.schedule()
         if plan.scheduled:
-            outputs = scheduler.commit(self._executor.execute(plan))
+            started_at_s = time.perf_counter()
+            result = self._executor.execute(plan)
+            execute_s = time.perf_counter() - started_at_s
+            outputs = scheduler.commit(result)
         elif scheduler.num_waiting:
             raise RuntimeError(f"{scheduler.num_waiting} requests wait and none can be scheduled: a scheduler fault")
         else:
             outputs = []
         return StepReport(
-            request_ids=tuple(output.request_id for output in outputs),
-            token_ids=tuple(output.token_id for output in outputs),
+            request_ids=tuple([output.request_id for output in outputs]),
+            token_ids=tuple([output.token_id for output in outputs]),
             finished={output.request_id: output.finish_reason for output in outputs if output.finish_reason},
             logprobs={output.request_id: output.logprobs for output in outputs if output.logprobs},
             admitted=plan.admitted,
             scheduled_at_s=scheduled_at_s,
+            execute_s=execute_s,
             num_step_tokens=plan.num_scheduled_tokens,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decodes=plan.num_decodes,
+            num_context_tokens=plan.num_context_tokens,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             kv_cache_usage=scheduler.kv_cache_usage,
             num_preemptions=scheduler.num_preemptions,
+            num_prefix_queries_tokens=0,
+            num_prefix_hits_tokens=0,
         )
+
+    def _add(self, new: Submit) -> Refused | None:
+        reason = prompt_refusal(self._executor.resolved, new.prompt_token_ids)
+        if reason is not None:
+            return Refused(new.request_id, reason)
+        request = Request(request_id=new.request_id, prompt_token_ids=new.prompt_token_ids, sampling=new.sampling)
+        try:
+            self._scheduler.add(request)
+        except RequestRefusedError as error:
+            return Refused(new.request_id, str(error))
+        return None
+
+
+def run_core(core: Core, channel: Channel) -> NoReturn:
+    """Serve the parent until it closes the channel; with nothing to do, sleep until it says something.
+
+    Raises:
+        EOFError, OSError: when it does.
+    """
+    while True:
+        messages = channel.receive()
+        for message in messages:
+            if (answer := core.take(message)) is not None:
+                channel.send(answer)
+        if messages or core.has_work:
+            channel.send(core.step())
+        else:
+            channel.wait()
+
+
+def core_main(
+    end: socket.socket, config: EngineConfig, executor: str, cpus: tuple[int, ...] | None, parent_pid: int
+) -> None:
+    """The core process: load, then serve until the parent is gone."""
+    _die_with_parent(parent_pid)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    _bind_cpus(cpus)
+    channel = Channel(end)
+    try:
+        engine = load_executor(executor, config)
+    except (ConfigError, DeviceLedgerError) as error:
+        _fail(channel, CoreFailed(_start_error_kind(error), str(error)))
+    except Exception as error:
+        logger.exception("the core cannot start")
+        kind = _failure_kind(error, out_of_memory="oom_startup")
+        _fail(channel, CoreFailed(kind, f"{type(error).__name__}: {error}"))
+    channel.send(Ready(engine.resolved))
+    try:
+        run_core(Core(engine), channel)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        logger.info("the parent is gone, so the core ends")
+    except Exception as error:
+        logger.exception("the core cannot go on")
+        kind = _failure_kind(error, out_of_memory="oom_runtime")
+        _fail(channel, CoreFailed(kind, f"{type(error).__name__}: {error}"))
+
+
+def load_executor(path: str, config: EngineConfig) -> Executor:
+    """Build the executor that `path`, a `module:factory`, names.
+
+    Raises:
+        ConfigError: for a config that cannot work; anything else that the factory raises passes through.
+    """
+    module, _, name = path.partition(":")
+    factory = cast("Callable[[EngineConfig], Executor]", getattr(importlib.import_module(module), name))
+    return factory(config)
 
 
 def _die_with_parent(parent_pid: int) -> None:
@@ -353,14 +313,11 @@ def _bind_cpus(cpus: tuple[int, ...] | None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(len(cpus))
 
 
-def _load(path: str, config: EngineConfig) -> Executor:
-    module, _, name = path.partition(":")
-    factory = cast("Callable[[EngineConfig], Executor]", getattr(importlib.import_module(module), name))
-    return factory(config)
-
-
-def _fail(connection: Connection, failure: CoreFailed) -> NoReturn:
-    connection.send(failure)
+def _fail(channel: Channel, failure: CoreFailed) -> NoReturn:
+    """Say why, after all that was to be said before, and end; a parent that does not read loses it."""
+    with contextlib.suppress(OSError):
+        channel.send(failure)
+        channel.drain(_LAST_WORDS_S)
     sys.exit(1)
 
 

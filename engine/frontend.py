@@ -1,25 +1,62 @@
-"""The bridge between async HTTP handlers and the core's process."""
+"""The bridge between async HTTP handlers and the cores' processes: admits, routes, delivers, counts."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Self
 
 from engine.config import ResolvedConfig
-from engine.core import Abort, CoreFailed, CoreProcess, Ready, StepReport, Submit
+from engine.core import (
+    Abort,
+    CoreFailed,
+    FromCore,
+    PrefixCacheReset,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    StepReport,
+    Submit,
+    ToCore,
+)
+from engine.core_process import CoreProcess
 from engine.request import FinishReason, SamplingParams
-from engine.stats import EngineStats
+from engine.scheduler import RequestRefusedError
+from engine.stats import CoreStats, ServerStats
 from engine.step import TokenLogprobs
+from engine.step_log import StepLog
+from engine.valves import Overload, Valves
 
 logger = logging.getLogger(__name__)
 
+_WAITING_WEIGHT = 6.0
+_PRESSURE_FROM = 0.5
+
 
 class EngineGoneError(RuntimeError):
-    """The engine cannot finish a request: its core died, or it is being stopped."""
+    """The engine cannot finish a request: a core died, or it is being stopped."""
+
+
+class OverloadedError(RuntimeError):
+    """A valve keeps a request out for now."""
+
+    def __init__(self, overload: Overload) -> None:
+        super().__init__(overload.message)
+        self.retry_after_s = overload.retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What to generate, of a prompt that `core.prompt_refusal` has nothing against."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,126 +68,266 @@ class NewToken:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class RunningCore:
+    """A core that is ready, and what it decided."""
+
+    process: CoreProcess
+    resolved: ResolvedConfig
+
+
 @dataclass(slots=True)
-class _Stream:
-    """What a handler waits on, and the times its metrics need."""
+class _Core:
+    """A core as the frontend sees it."""
 
-    num_prompt_tokens: int
-    submitted_at_s: float
-    last_token_at_s: float | None = None
-    tokens: asyncio.Queue[NewToken | EngineGoneError] = field(default_factory=asyncio.Queue)
+    rank: int
+    process: CoreProcess
+    stats: CoreStats
+    num_in_flight: int = 0
+    num_waiting: int = 0
+    """As of its last report."""
+
+    kv_cache_usage: float = 0.0
+    """As of its last report."""
+
+    resets: deque[asyncio.Future[bool]] = field(default_factory=deque)
+    """Answers it owes, in order."""
 
 
-async def wait_until_ready(core: CoreProcess) -> Ready | CoreFailed:
-    """Wait for a starting core's first word, without blocking the event loop."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(core.fileno(), readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(core.fileno())
-    match core.receive():
-        case StepReport():
-            return CoreFailed("crashed", "the core reported a step before it was ready")
-        case first:
-            return first
+class Generation:
+    """The tokens of one admitted request, as they come.
+
+    Iterating raises `EngineGoneError` if the engine ends first, and `RequestRefusedError` if the core will not run it.
+    """
+
+    def __init__(self, request_id: str, core: _Core, num_prompt_tokens: int) -> None:
+        self.request_id = request_id
+        self.core = core
+        self.num_prompt_tokens = num_prompt_tokens
+        self.submitted_at_s = perf_counter()
+        self.last_token_at_s: float | None = None
+        self._news: asyncio.Queue[NewToken | EngineGoneError | RequestRefusedError] = asyncio.Queue()
+        self._is_over = False
+
+    def put(self, news: NewToken | EngineGoneError | RequestRefusedError) -> None:
+        """Hand over the next token, or why there will be none."""
+        self._news.put_nowait(news)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> NewToken:
+        if self._is_over:
+            raise StopAsyncIteration
+        news = await self._news.get()
+        if not isinstance(news, NewToken):
+            self._is_over = True
+            raise news
+        self._is_over = news.finish_reason is not None
+        return news
+
+
+def in_force(cores: Sequence[ResolvedConfig]) -> ResolvedConfig:
+    """What the server refuses by: any core may get any request, so the smallest KV cache decides."""
+    first = cores[0]
+    return replace(
+        first,
+        num_gpu_blocks=min(core.num_gpu_blocks for core in cores),
+        warnings=tuple(dict.fromkeys(warning for core in cores for warning in core.warnings)),
+    )
 
 
 class Frontend:
-    """Submits requests to a core that is ready, and hands each its tokens as they come.
+    """Submits requests to cores that are ready, and hands each its tokens as they come.
 
     Belongs to the event loop it was made in.
     """
 
-    def __init__(self, core: CoreProcess, resolved: ResolvedConfig) -> None:
-        self.stats = EngineStats(resolved)
-        self.failed: asyncio.Future[CoreFailed] = asyncio.get_running_loop().create_future()
-        """Done when the core is gone."""
-        self._core = core
-        self._streams: dict[str, _Stream] = {}
+    def __init__(self, cores: Sequence[RunningCore], *, step_log: StepLog | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self.resolved = in_force([core.resolved for core in cores])
+        self.core_configs = tuple(core.resolved for core in cores)
+        """What each core decided, in order of rank."""
+
+        self.stats = ServerStats(self.resolved, self.core_configs)
+        self.failed: asyncio.Future[CoreFailed] = loop.create_future()
+        """Done when a core is gone: the others' requests end with it."""
+
+        self._cores = [_Core(rank, core.process, self.stats.cores[rank]) for rank, core in enumerate(cores)]
+        self._step_log = step_log
+        self._valves = Valves(self.resolved.asked)
+        self._generations: dict[str, Generation] = {}
         self._request_numbers = itertools.count()
         self._gone: str | None = None
-        asyncio.get_running_loop().add_reader(core.fileno(), self._on_readable)
+        for core in self._cores:
+            loop.add_reader(core.process.fileno(), self._on_readable, core)
 
     @property
     def is_alive(self) -> bool:
         """Whether requests can still be served."""
         return self._gone is None
 
-    async def generate(
-        self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
-    ) -> AsyncGenerator[NewToken, None]:
-        """Yield the request's tokens; closing the generator early aborts the request and frees its blocks.
+    @contextmanager
+    def admit(self, requests: Sequence[NewRequest]) -> Iterator[tuple[Generation, ...]]:
+        """Submit requests, all or none; leaving the context aborts those that still run and frees their blocks.
 
-        Args:
-            prompt_token_ids: a prompt that `scheduler.refusal` has nothing against.
+        Raises:
+            EngineGoneError: if the engine is gone or going.
+            OverloadedError: if a valve keeps them out for now.
+            RequestRefusedError: if there are more of them than the valve ever lets in.
+        """
+        self._enter(requests)
+        generations = tuple(map(self._submit, requests))
+        try:
+            yield generations
+        finally:
+            for generation in generations:
+                self._abort(generation)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Ask every core to forget its cached prefixes; False if any could not, because requests hold blocks.
 
         Raises:
             EngineGoneError: if the engine ends first.
         """
         if self._gone is not None:
             raise EngineGoneError(self._gone)
-        request_id = str(next(self._request_numbers))
-        stream = _Stream(num_prompt_tokens=len(prompt_token_ids), submitted_at_s=perf_counter())
-        self._streams[request_id] = stream
-        self._core.send(Submit(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling))
-        try:
-            while True:
-                token = await stream.tokens.get()
-                if isinstance(token, EngineGoneError):
-                    raise token
-                yield token
-                if token.finish_reason is not None:
-                    return
-        finally:
-            if self._streams.pop(request_id, None) is not None:
-                self._core.send(Abort(request_id))
-                self.stats.observe_end(FinishReason.ABORT, e2e_s=perf_counter() - stream.submitted_at_s)
+        answers = []
+        for core in self._cores:
+            answers.append(asyncio.get_running_loop().create_future())
+            core.resets.append(answers[-1])
+            self._send(core, ResetPrefixCache())
+        return all(await asyncio.gather(*answers))
 
     def close(self, why: str) -> None:
         """Take no more requests and end those in flight with an error."""
         if self._gone is not None:
             return
         self._gone = why
-        asyncio.get_running_loop().remove_reader(self._core.fileno())
-        for stream in self._streams.values():
-            stream.tokens.put_nowait(EngineGoneError(why))
-        self._streams.clear()
+        loop = asyncio.get_running_loop()
+        for core in self._cores:
+            loop.remove_reader(core.process.fileno())
+            loop.remove_writer(core.process.fileno())
+            for owed in core.resets:
+                if not owed.done():  # its client may have left
+                    owed.set_exception(EngineGoneError(why))
+        for generation in self._generations.values():
+            generation.put(EngineGoneError(why))
+        self._generations.clear()
 
-    def _on_readable(self) -> None:
-        match self._core.receive():
-            case StepReport() as report:
-                self._deliver(report)
-            case CoreFailed() as failure:
+    def _enter(self, requests: Sequence[NewRequest]) -> None:
+        if self._gone is not None:
+            raise EngineGoneError(self._gone)
+        if (reason := self._valves.never(len(requests))) is not None:
+            raise RequestRefusedError(reason)
+        lens = [len(request.prompt_token_ids) for request in requests]
+        if (overload := self._valves.try_enter(lens, now_s=perf_counter())) is not None:
+            self.stats.observe_rejection(overload.valve)
+            raise OverloadedError(overload)
+
+    def _submit(self, request: NewRequest) -> Generation:
+        core = min(self._cores, key=_load)
+        generation = Generation(str(next(self._request_numbers)), core, len(request.prompt_token_ids))
+        core.num_in_flight += 1
+        self._generations[generation.request_id] = generation
+        self._send(
+            core,
+            Submit(
+                request_id=generation.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=request.sampling,
+            ),
+        )
+        return generation
+
+    def _abort(self, generation: Generation) -> None:
+        if generation.request_id in self._generations:
+            self._send(generation.core, Abort(generation.request_id))
+            self._end(generation, FinishReason.ABORT, now_s=perf_counter())
+
+    def _end(self, generation: Generation, reason: FinishReason, *, now_s: float) -> None:
+        del self._generations[generation.request_id]
+        generation.core.num_in_flight -= 1
+        in_prefill = generation.last_token_at_s is None
+        self._valves.note_end(generation.num_prompt_tokens, in_prefill=in_prefill, now_s=now_s)
+        generation.core.stats.observe_end(reason, e2e_s=now_s - generation.submitted_at_s)
+
+    def _send(self, core: _Core, message: ToCore) -> None:
+        """Send without waiting; what the core's socket does not take goes out when it does."""
+        core.process.send(message)
+        if core.process.has_backlog:
+            asyncio.get_running_loop().add_writer(core.process.fileno(), self._on_writable, core)
+
+    def _on_writable(self, core: _Core) -> None:
+        core.process.flush()
+        if not core.process.has_backlog:
+            asyncio.get_running_loop().remove_writer(core.process.fileno())
+
+    def _on_readable(self, core: _Core) -> None:
+        for message in core.process.receive():
+            if self._gone is None:
+                self._take(core, message)
+
+    def _take(self, core: _Core, message: FromCore) -> None:
+        match message:
+            case StepReport():
+                self._deliver(core, message)
+            case PrefixCacheReset(done):
+                if not (owed := core.resets.popleft()).done():  # its client may have left
+                    owed.set_result(done)
+            case Refused(request_id, reason):
+                self._refuse(request_id, reason)
+            case CoreFailed(kind, text):
+                failure = CoreFailed(kind, text if len(self._cores) == 1 else f"core {core.rank}: {text}")
                 self.close(f"the engine's core is gone: {failure.message}")
                 self.failed.set_result(failure)
             case Ready():
-                logger.warning("the core said twice that it is ready")
+                logger.warning("core %d said twice that it is ready", core.rank)
 
-    def _deliver(self, report: StepReport) -> None:
+    def _refuse(self, request_id: str | None, reason: str) -> None:
+        logger.error("a core refused what the server had let through: %s", reason)
+        generation = None if request_id is None else self._generations.get(request_id)
+        if generation is not None:
+            generation.put(RequestRefusedError(reason))
+            self._end(generation, FinishReason.ABORT, now_s=perf_counter())
+
+    def _deliver(self, core: _Core, report: StepReport) -> None:
         """Hand out a step's tokens; those of requests aborted meanwhile go nowhere."""
         now_s = perf_counter()
-        self.stats.observe_step(report)
+        core.num_waiting = report.num_waiting
+        core.kv_cache_usage = report.kv_cache_usage
+        core.stats.observe_step(report)
+        if self._step_log is not None:
+            self._step_log.write(core.rank, report)
         for request_id in report.admitted:
-            if (stream := self._streams.get(request_id)) is not None:
-                self.stats.observe_admission(queue_s=report.scheduled_at_s - stream.submitted_at_s)
+            if (generation := self._generations.get(request_id)) is not None:
+                core.stats.observe_admission(queue_s=report.scheduled_at_s - generation.submitted_at_s)
         for request_id, token_id in zip(report.request_ids, report.token_ids, strict=True):
-            stream = self._streams.get(request_id)
-            if stream is None:
+            generation = self._generations.get(request_id)
+            if generation is None:
                 continue
             reason = report.finished.get(request_id)
-            stream.tokens.put_nowait(NewToken(token_id, reason, report.logprobs.get(request_id)))
-            self._observe_token(stream, now_s)
+            generation.put(NewToken(token_id, reason, report.logprobs.get(request_id)))
+            self._observe_token(generation, now_s)
             if reason is not None:
-                del self._streams[request_id]
-                self.stats.observe_end(reason, e2e_s=now_s - stream.submitted_at_s)
+                self._end(generation, reason, now_s=now_s)
 
-    def _observe_token(self, stream: _Stream, now_s: float) -> None:
-        if stream.last_token_at_s is None:
-            self.stats.observe_first_token(
-                ttft_s=now_s - stream.submitted_at_s, num_prompt_tokens=stream.num_prompt_tokens
-            )
+    def _observe_token(self, generation: Generation, now_s: float) -> None:
+        stats = generation.core.stats
+        if generation.last_token_at_s is None:
+            num_tokens = generation.num_prompt_tokens
+            stats.observe_first_token(ttft_s=now_s - generation.submitted_at_s, num_prompt_tokens=num_tokens)
+            self._valves.note_first_token(num_tokens, now_s=now_s)
         else:
-            self.stats.observe_next_token(itl_s=now_s - stream.last_token_at_s)
-        stream.last_token_at_s = now_s
+            stats.observe_next_token(itl_s=now_s - generation.last_token_at_s)
+        generation.last_token_at_s = now_s
+
+
+def _load(core: _Core) -> float:
+    """What a new request would queue behind: requests in flight, and waiting ones once more where KV blocks are short.
+
+    A queue at a core whose blocks are taken drains slowly (vLLM: `vllm/v1/engine/core_client.py`, `DPLBAsyncMPClient`).
+    Ties go to the lowest rank.
+    """
+    pressure = max(0.0, core.kv_cache_usage - _PRESSURE_FROM)
+    return core.num_in_flight + _WAITING_WEIGHT * core.num_waiting * pressure

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from aiohttp import web
 
 from engine.config import ResolvedConfig
-from engine.frontend import EngineGoneError, Frontend
+from engine.core import prompt_refusal
+from engine.frontend import EngineGoneError, Frontend, Generation, NewRequest, OverloadedError
 from engine.protocol import (
     DONE_EVENT,
     AnswerFormat,
@@ -24,7 +24,7 @@ from engine.protocol import (
     parse_body,
 )
 from engine.request import FinishReason, SamplingParams
-from engine.scheduler import refusal
+from engine.scheduler import RequestRefusedError, refusal
 from engine.stats import engine_version
 from engine.tokenizer import ChatTemplateError, TextTokenizer
 
@@ -137,36 +137,31 @@ class Api:
 
     def _check_prompt(self, prompt: tuple[int, ...], *, param: str) -> None:
         """Refuse what the core could not run; a tokenizer may know more tokens than its model has."""
-        size = self._resolved.vocab_size
-        if prompt and not (min(prompt) >= 0 and max(prompt) < size):
-            bad = next(token_id for token_id in prompt if not 0 <= token_id < size)
-            raise ApiError(400, f"token id {bad} is outside the vocabulary [0, {size})", param=param)
-        reason = refusal(self._resolved, len(prompt))
+        reason = prompt_refusal(self._resolved, prompt)
         if reason is not None:
-            raise ApiError(400, reason, param=param, code="context_length_exceeded" if prompt else None)
+            is_long = bool(prompt) and refusal(self._resolved, len(prompt)) is not None
+            raise ApiError(400, reason, param=param, code="context_length_exceeded" if is_long else None)
 
     async def _answer(self, request: web.Request, job: _Job) -> web.StreamResponse:
-        if not self._frontend.is_alive:
-            raise ApiError(503, "the engine is gone or going", code="engine_gone")
-        return await (self._stream(request, job) if job.stream else self._whole(job))
+        with self._frontend.admit([NewRequest(job.prompt_token_ids, job.sampling)]) as (generation,):
+            return await (self._stream(request, job, generation) if job.stream else self._whole(job, generation))
 
-    async def _whole(self, job: _Job) -> web.Response:
+    async def _whole(self, job: _Job, generation: Generation) -> web.Response:
         detokenizer = self._tokenizer.detokenizer()
         texts: list[str] = []
         reason = FinishReason.ABORT
-        async with aclosing(self._frontend.generate(job.prompt_token_ids, job.sampling)) as tokens:
-            async for token in tokens:
-                texts.append(detokenizer.push(token.token_id, is_last=token.finish_reason is not None))
-                reason = token.finish_reason or reason
+        async for token in generation:
+            texts.append(detokenizer.push(token.token_id, is_last=token.finish_reason is not None))
+            reason = token.finish_reason or reason
         answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
         usage = Usage(len(job.prompt_token_ids), len(texts))
         return web.Response(body=answer.whole("".join(texts), reason, usage), content_type="application/json")
 
-    async def _stream(self, request: web.Request, job: _Job) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, job: _Job, generation: Generation) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            await self._write_events(response, job)
+            await self._write_events(response, job, generation)
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - a stream that has begun can only say so as an event; it is logged
@@ -174,7 +169,7 @@ class Api:
         await response.write_eof()
         return response
 
-    async def _write_events(self, response: web.StreamResponse, job: _Job) -> None:
+    async def _write_events(self, response: web.StreamResponse, job: _Job, generation: Generation) -> None:
         """One event a token, even where its text is still empty; then the final counts where asked for."""
         answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
         detokenizer = self._tokenizer.detokenizer()
@@ -182,12 +177,11 @@ class Api:
         num_tokens = 0
         if job.is_chat:
             await response.write(answer.role_chunk(_usage_field(job.options, num_prompt, 0)))
-        async with aclosing(self._frontend.generate(job.prompt_token_ids, job.sampling)) as tokens:
-            async for token in tokens:
-                num_tokens += 1
-                text = detokenizer.push(token.token_id, is_last=token.finish_reason is not None)
-                usage = _usage_field(job.options, num_prompt, num_tokens)
-                await response.write(answer.chunk(text, token.finish_reason, usage))
+        async for token in generation:
+            num_tokens += 1
+            text = detokenizer.push(token.token_id, is_last=token.finish_reason is not None)
+            usage = _usage_field(job.options, num_prompt, num_tokens)
+            await response.write(answer.chunk(text, token.finish_reason, usage))
         if job.options.include_usage:
             await response.write(answer.usage_chunk(Usage(num_prompt, num_tokens)))
         await response.write(DONE_EVENT)
@@ -208,7 +202,8 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         raise  # the client is gone: the HTTP layer cleans up
     except Exception as error:  # noqa: BLE001 - the edge of the process: one request's fault, told and logged
         answer = _as_api_error(error)
-        return web.json_response(answer.body(), status=answer.status)
+        headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
+        return web.json_response(answer.body(), status=answer.status, headers=headers)
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -218,6 +213,10 @@ def _as_api_error(error: Exception) -> ApiError:
             return error
         case EngineGoneError():
             return ApiError(503, str(error), code="engine_gone")
+        case OverloadedError():
+            return ApiError(503, str(error), code="overloaded")
+        case RequestRefusedError():
+            return ApiError(400, str(error))
         case web.HTTPError():
             return ApiError(error.status, error.reason)
     logger.error("a request failed in a way nobody foresaw", exc_info=error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,9 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from engine.config import ResolvedConfig
 from engine.core import StepReport
 from engine.request import FinishReason
+from engine.valves import VALVES
 
 _LABELS = ("model_name", "engine")
-_ENGINE = "0"
+_STEP_KINDS = ("prefill", "decode", "mixed")
 _TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
@@ -40,6 +42,10 @@ _REQUEST_BUCKETS_S = (
     120.0,
     480.0,
 )
+_STEP_BUCKETS_S = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
 _STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -51,40 +57,115 @@ def engine_version() -> str:
         return "unknown"
 
 
-class EngineStats:
-    """All metrics of one engine, in a registry of their own."""
+class ServerStats:
+    """All metrics of one server, in a registry of their own; each core has its series under a label `engine`."""
 
-    def __init__(self, resolved: ResolvedConfig) -> None:
+    def __init__(self, resolved: ResolvedConfig, cores: Sequence[ResolvedConfig]) -> None:
+        """Make every series at once: one that is missing would read as unknown.
+
+        Args:
+            resolved: what the server refuses by.
+            cores: what each core decided, in order of rank.
+        """
         self._registry = CollectorRegistry()
-        self._labels = (resolved.served_model_name, _ENGINE)
-        self._num_preemptions_seen = 0
-        self._running = self._gauge("vllm:num_requests_running", "Requests in the running list.")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting for admission, preempted ones too.")
-        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.")
-        self._preemptions = self._counter("vllm:num_preemptions", "Preemptions since the start.")
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens prefilled, counted once a request.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S)
-        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Gap between two tokens.", _ITL_BUCKETS_S)
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Whole request.", _REQUEST_BUCKETS_S)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Wait for admission.", _REQUEST_BUCKETS_S)
-        self._step_tokens = self._histogram("vllm:iteration_tokens_total", "Tokens in a step.", _STEP_TOKENS_BUCKETS)
-        success = Counter(
-            "vllm:request_success", "Requests ended, by reason.", (*_LABELS, "finished_reason"), registry=self._registry
+        name = resolved.served_model_name
+        rejections = Counter(
+            "vllm:admission_rejections",
+            "Refused with 503, by the valve that was full.",
+            ("model_name", "reason"),
+            registry=self._registry,
         )
-        self._success = {reason: success.labels(*self._labels, reason.value) for reason in FinishReason}
-        self._export_config(resolved)
+        self._rejections = {reason: rejections.labels(name, reason) for reason in VALVES}
+        families = _Families(self._registry)
+        self.cores = tuple(CoreStats(families, name, rank) for rank in range(len(cores)))
+        """In order of rank."""
+
+        _export_config(self._registry, resolved)
+        _export_cores(self._registry, cores)
+
+    def observe_rejection(self, valve: str) -> None:
+        """Count a request that a valve kept out."""
+        self._rejections[valve].inc()
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Families:
+    """The metrics that every core has a series of."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, _LABELS, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, (*_LABELS, *labels), registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, (*_LABELS, *labels), registry=registry, buckets=buckets)
+
+        self.running = gauge("vllm:num_requests_running", "Requests in the running list.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests waiting for admission, preempted ones too.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.")
+        self.preemptions = counter("vllm:num_preemptions", "Preemptions since the start.")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens prefilled, counted once a request.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.success = counter("vllm:request_success", "Requests ended, by reason.", "finished_reason")
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S)
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Gap between two tokens.", _ITL_BUCKETS_S)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request.", _REQUEST_BUCKETS_S)
+        self.queue = histogram("vllm:request_queue_time_seconds", "Wait for admission.", _REQUEST_BUCKETS_S)
+        self.step_tokens = histogram("vllm:iteration_tokens_total", "Tokens in a step.", _STEP_TOKENS_BUCKETS)
+        self.step_s = histogram(
+            "engine:step_seconds", "A step in the model, by what it computed.", _STEP_BUCKETS_S, "kind"
+        )
+        self.step_context = counter("engine:context_tokens", "Tokens whose keys and values steps have read.")
+
+
+class CoreStats:
+    """One core's series."""
+
+    def __init__(self, families: _Families, model_name: str, rank: int) -> None:
+        labels = (model_name, str(rank))
+        self._num_preemptions_seen = 0
+        self._running = families.running.labels(*labels)
+        self._waiting = families.waiting.labels(*labels)
+        self._kv_usage = families.kv_usage.labels(*labels)
+        self._preemptions = families.preemptions.labels(*labels)
+        self._prompt_tokens = families.prompt_tokens.labels(*labels)
+        self._generation_tokens = families.generation_tokens.labels(*labels)
+        self._success = {reason: families.success.labels(*labels, reason.value) for reason in FinishReason}
+        self._ttft = families.ttft.labels(*labels)
+        self._itl = families.itl.labels(*labels)
+        self._e2e = families.e2e.labels(*labels)
+        self._queue = families.queue.labels(*labels)
+        self._step_tokens = families.step_tokens.labels(*labels)
+        self._step_s = {kind: families.step_s.labels(*labels, kind) for kind in _STEP_KINDS}
+        self._step_context = families.step_context.labels(*labels)
+        self._prefix_queries = families.prefix_queries.labels(*labels)
+        self._prefix_hits = families.prefix_hits.labels(*labels)
+        self._num_prefix_queries_seen = 0
+        self._num_prefix_hits_seen = 0
 
     def observe_step(self, report: StepReport) -> None:
-        """Take over how the engine stands after a step."""
+        """Take over how the core stands after a step."""
         self._running.set(report.num_running)
         self._waiting.set(report.num_waiting)
         self._kv_usage.set(report.kv_cache_usage)
         self._preemptions.inc(report.num_preemptions - self._num_preemptions_seen)
         self._num_preemptions_seen = report.num_preemptions
+        self._prefix_queries.inc(report.num_prefix_queries_tokens - self._num_prefix_queries_seen)
+        self._num_prefix_queries_seen = report.num_prefix_queries_tokens
+        self._prefix_hits.inc(report.num_prefix_hits_tokens - self._num_prefix_hits_seen)
+        self._num_prefix_hits_seen = report.num_prefix_hits_tokens
         self._generation_tokens.inc(len(report.token_ids))
         if report.num_step_tokens:
             self._step_tokens.observe(report.num_step_tokens)
+            self._step_s[_step_kind(report)].observe(report.execute_s)
+            self._step_context.inc(report.num_context_tokens)
 
     def observe_admission(self, *, queue_s: float) -> None:
         """Count a request that was admitted for the first time."""
@@ -105,45 +186,20 @@ class EngineStats:
         if reason is not FinishReason.ABORT:
             self._e2e.observe(e2e_s)
 
-    def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, _LABELS, registry=self._registry).labels(*self._labels)
+def _step_kind(report: StepReport) -> str:
+    if not report.num_decodes:
+        return "prefill"
+    return "mixed" if report.num_prefill_tokens else "decode"
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, _LABELS, registry=self._registry).labels(*self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, _LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
-
-    def _export_config(self, resolved: ResolvedConfig) -> None:
-        asked = resolved.asked
-        cache = {
-            "engine": _ENGINE,
-            "num_gpu_blocks": resolved.num_gpu_blocks,
-            "block_size": asked.block_size,
-            "kv_cache_size_tokens": resolved.num_gpu_blocks * asked.block_size,
-            "gpu_memory_utilization": asked.gpu_memory_utilization,
-            "enable_prefix_caching": asked.enable_prefix_caching,
-        }
-        self._info("vllm:cache_config_info", "The KV cache in force.", cache)
-        config = {
-            "model": asked.model,
-            "served_model_name": resolved.served_model_name,
-            "max_num_seqs": asked.max_num_seqs,
-            "max_num_batched_tokens": asked.max_num_batched_tokens,
-            "gpu_memory_utilization": asked.gpu_memory_utilization,
-            "max_model_len": resolved.max_model_len,
-            "enable_chunked_prefill": asked.enable_chunked_prefill,
-            "enable_prefix_caching": asked.enable_prefix_caching,
-            "dtype": resolved.dtype,
-            "device": resolved.device,
-            "executor": asked.executor,
-            "version": engine_version(),
-        }
-        self._info("engine:config_info", "The engine config in force.", config)
+def _export_cores(registry: CollectorRegistry, cores: Sequence[ResolvedConfig]) -> None:
+    """What each core found on its own device: its KV cache and its memory."""
+    _info(registry, "vllm:cache_config_info", "The KV cache in force.", map(_cache_labels, range(len(cores)), cores))
+    gauge = Gauge(
+        "engine:memory_bytes", "Where the memory of a core's device goes.", ("engine", "part"), registry=registry
+    )
+    for rank, resolved in enumerate(cores):
         memory = resolved.memory
         parts = {
             "total": memory.total_bytes,
@@ -156,10 +212,45 @@ class EngineStats:
             "kv_cache": memory.kv_cache_bytes,
             "kv_block": resolved.kv_block_bytes,
         }
-        gauge = Gauge("engine:memory_bytes", "Where the device's memory goes.", ("part",), registry=self._registry)
         for part, value in parts.items():
-            gauge.labels(part).set(value)
+            gauge.labels(str(rank), part).set(value)
 
-    def _info(self, name: str, text: str, labels: dict[str, object]) -> None:
-        gauge = Gauge(name, text, tuple(labels), registry=self._registry)
-        gauge.labels(**{key: str(value) for key, value in labels.items()}).set(1)
+
+def _cache_labels(rank: int, resolved: ResolvedConfig) -> dict[str, object]:
+    asked = resolved.asked
+    return {
+        "engine": rank,
+        "num_gpu_blocks": resolved.num_gpu_blocks,
+        "block_size": asked.block_size,
+        "kv_cache_size_tokens": resolved.num_gpu_blocks * asked.block_size,
+        "gpu_memory_utilization": asked.gpu_memory_utilization,
+        "enable_prefix_caching": asked.enable_prefix_caching,
+    }
+
+
+def _export_config(registry: CollectorRegistry, resolved: ResolvedConfig) -> None:
+    asked = resolved.asked
+    config = {
+        "model": asked.model,
+        "served_model_name": resolved.served_model_name,
+        "max_num_seqs": asked.max_num_seqs,
+        "max_num_batched_tokens": asked.max_num_batched_tokens,
+        "gpu_memory_utilization": asked.gpu_memory_utilization,
+        "max_model_len": resolved.max_model_len,
+        "enable_chunked_prefill": asked.enable_chunked_prefill,
+        "enable_prefix_caching": asked.enable_prefix_caching,
+        "data_parallel_size": asked.data_parallel_size,
+        "dtype": resolved.dtype,
+        "device": resolved.device,
+        "executor": asked.executor,
+        "version": engine_version(),
+    }
+    _info(registry, "engine:config_info", "The engine config in force.", [config])
+
+
+def _info(registry: CollectorRegistry, name: str, text: str, rows: Iterable[dict[str, object]]) -> None:
+    """A gauge of 1 for each row, which is what its labels say."""
+    first, *others = rows
+    gauge = Gauge(name, text, tuple(first), registry=registry)
+    for row in (first, *others):
+        gauge.labels(**{key: str(value) for key, value in row.items()}).set(1)

@@ -55,7 +55,22 @@ class StepPlan:
     @property
     def num_scheduled_tokens(self) -> int:
         """Tokens computed in this step. Unit: tokens."""
-        return sum(len(item.token_ids) for item in self.scheduled)
+        return sum([len(item.token_ids) for item in self.scheduled])
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that compute the one token they drew last. Unit: requests."""
+        return len([item for item in self.scheduled if len(item.token_ids) == 1 and item.output_index > 0])
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prompts, and of outputs recomputed after a preemption. Unit: tokens."""
+        return self.num_scheduled_tokens - self.num_decodes
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose keys and values the step reads: those before it and its own, over all requests. Unit: tokens."""
+        return sum([item.start + len(item.token_ids) for item in self.scheduled])
 
 
 @dataclass(frozen=True, slots=True)

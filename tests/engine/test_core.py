@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter, sleep
 
 import psutil
 import pytest
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import (
     Abort,
+    Core,
     CoreFailed,
-    CoreProcess,
     Ready,
+    Refused,
     StepReport,
     Submit,
     _is_out_of_memory,
-    cpus_to_use,
-    silent_end,
 )
+from engine.core_process import CoreProcess, silent_end
 from engine.request import FinishReason, SamplingParams
+from tests.fakes.cores import PATIENCE_S, Talk
+from tests.fakes.executor import FakeExecutor
 from tests.fakes.serving import wait_until_gone
+
+_FAKE = "tests.fakes.executor:FakeExecutor"
 
 
 @pytest.fixture
-def core() -> Iterator[CoreProcess]:
+def core() -> Iterator[Talk]:
     """A ready core with a made-up executor."""
-    process = CoreProcess(EngineConfig(model="m"), executor="tests.fakes.executor:FakeExecutor", cpus=None)
+    talk = Talk(EngineConfig(model="m"), executor=_FAKE)
     try:
-        first = process.receive()
+        first = talk.hear()
         assert isinstance(first, Ready)
         assert first.resolved.num_gpu_blocks == 64
-        yield process
+        yield talk
     finally:
-        process.stop()
+        talk.core.stop()
 
 
 def submit(name: str, num_prompt: int, max_tokens: int) -> Submit:
@@ -42,17 +48,10 @@ def submit(name: str, num_prompt: int, max_tokens: int) -> Submit:
     return Submit(request_id=name, prompt_token_ids=(7,) * num_prompt, sampling=sampling)
 
 
-def next_report(core: CoreProcess) -> StepReport:
-    """The next report; anything else is a failure."""
-    report = core.receive()
-    assert isinstance(report, StepReport), report
-    return report
-
-
-def test_one_report_a_step_says_tokens_finishes_and_counts(core: CoreProcess) -> None:
+def test_one_report_a_step_says_tokens_finishes_and_counts(core: Talk) -> None:
     """The frontend needs nothing else to answer and to count."""
     core.send(submit("a", 20, 3))
-    reports = [next_report(core) for _ in range(3)]
+    reports = [core.report() for _ in range(3)]
     assert [report.request_ids for report in reports] == [("a",)] * 3
     assert [report.finished for report in reports] == [{}, {}, {"a": FinishReason.LENGTH}]
     assert [report.num_step_tokens for report in reports] == [20, 1, 1]
@@ -62,47 +61,147 @@ def test_one_report_a_step_says_tokens_finishes_and_counts(core: CoreProcess) ->
     assert reports[-1].kv_cache_usage == 0
 
 
-def test_an_abort_while_idle_reports_that_nothing_is_held(core: CoreProcess) -> None:
+def test_an_abort_while_idle_reports_that_nothing_is_held(core: Talk) -> None:
     """Gauges must not keep the value of a request that is gone."""
     core.send(submit("a", 20, 200))
     core.send(Abort("a"))
-    last = next_report(core)
+    last = core.report()
     while last.num_running:
-        last = next_report(core)
+        last = core.report()
     assert (last.kv_cache_usage, last.num_waiting) == (0, 0)
 
 
-def test_an_idle_core_waits_and_says_nothing(core: CoreProcess) -> None:
-    """It sleeps on its pipe; a core that polls would disturb every measurement beside it."""
+def test_an_idle_core_waits_and_says_nothing(core: Talk) -> None:
+    """It sleeps on its socket; a core that polls would disturb every measurement beside it."""
     core.send(submit("a", 4, 1))
-    next_report(core)
-    process = psutil.Process(core.pid)
+    core.report()
+    process = core.process
     switches = process.num_ctx_switches().voluntary
-    assert not core._connection.poll(0.2)
+    assert not core.core.wait(0.2)
     assert process.num_ctx_switches().voluntary - switches < 5
 
 
-def test_a_killed_core_reads_as_a_value(core: CoreProcess) -> None:
-    """The parent learns of it from the pipe, with the signal and the likely reason."""
-    process = psutil.Process(core.pid)
-    process.kill()
-    failure = core.receive()
+def test_a_parent_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
+    """HTTP, text and metrics may be slow for a while: the steps go on, and every report arrives later, in order.
+
+    The core leaves a mark when it has drawn the last token, and until then nothing is read: far more than a socket
+    holds.
+    """
+    mark = tmp_path / "done"
+    config = EngineConfig(model=str(mark), max_num_seqs=64, num_gpu_blocks_override=3000, max_model_len=1000)
+    talk = Talk(config, executor="tests.fakes.executor:MarkingExecutor")
+    try:
+        assert isinstance(talk.hear(), Ready)
+        for index in range(64):
+            talk.send(submit(str(index), 4, 900))
+        until(mark.exists)
+        reports = [talk.report()]
+        while reports[-1].num_running or reports[-1].num_waiting:
+            reports.append(talk.report())
+    finally:
+        talk.core.stop()
+    assert sum(len(report.token_ids) for report in reports) == 64 * 900
+    assert sum(len(report.finished) for report in reports) == 64
+    times = [report.scheduled_at_s for report in reports]
+    assert times == sorted(times)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Wait for something that another process does."""
+    deadline_s = perf_counter() + PATIENCE_S
+    while not happened():
+        assert perf_counter() < deadline_s, "it did not happen"
+        sleep(0.005)
+
+
+def test_what_the_core_cannot_do_harms_nobody(core: Talk) -> None:
+    """A message from a newer or broken parent costs its sender an answer, and the engine none of its requests."""
+    core.send(submit("good", 4, 3))
+    assert core.report().request_ids == ("good",)
+    bad = [
+        submit("empty", 0, 3),
+        submit("too long", 256, 3),
+        Submit(request_id="no such token", prompt_token_ids=(1, 259), sampling=SamplingParams(max_tokens=1)),
+        Abort("nobody"),
+        "no message at all",
+    ]
+    for message in bad:
+        core.core.send(message)  # type: ignore[arg-type] - that is the point
+    core.send(submit("next", 4, 1))
+    refused: list[str | None] = []
+    going = {"good", "next"}
+    while going:
+        match core.hear():
+            case Refused(request_id):
+                refused.append(request_id)
+            case StepReport() as report:
+                going -= report.finished.keys()
+    assert refused == ["empty", "too long", "no such token", None]
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on() -> None:
+    """Two requests under one name would mix their tokens."""
+    core = Core(FakeExecutor(EngineConfig(model="m")))
+    assert core.take(submit("a", 4, 2)) is None
+    answer = core.take(submit("a", 4, 2))
+    assert isinstance(answer, Refused)
+    assert "in use" in answer.reason
+    assert core.step().request_ids == ("a",)
+
+
+def test_an_abort_frees_its_blocks_before_the_next_step() -> None:
+    """A client that left must not cost the next one its place, not even for a step."""
+    core = Core(FakeExecutor(EngineConfig(model="m", max_num_seqs=2)))
+    for name in ("a", "b", "waits"):
+        core.take(submit(name, 32, 100))
+    before = core.step()
+    assert (before.admitted, before.num_waiting, before.kv_cache_usage) == (("a", "b"), 1, 4 / 64)
+    core.take(Abort("a"))
+    after = core.step()
+    assert after.admitted == ("waits",)
+    assert (after.num_running, after.num_waiting) == (2, 0)
+    assert after.kv_cache_usage == 5 / 64  # b has 33 tokens by now
+    core.take(Abort("b"))
+    core.take(Abort("waits"))
+    assert not core.has_work
+    assert core.step().kv_cache_usage == 0
+
+
+def test_a_report_says_what_the_step_computed() -> None:
+    """A model of the engine's speed is fitted to these figures."""
+    core = Core(FakeExecutor(EngineConfig(model="m", max_num_seqs=4, max_num_batched_tokens=32)))
+    core.take(submit("a", 4, 9))
+    first = core.step()
+    core.take(submit("b", 100, 9))
+    second = core.step()
+    figures = [(step.num_prefill_tokens, step.num_decodes, step.num_context_tokens) for step in (first, second)]
+    assert figures == [(4, 0, 4), (31, 1, 5 + 31)]
+    assert all(step.execute_s > 0 for step in (first, second))
+    core.take(Abort("a"))
+    core.take(Abort("b"))
+    assert core.step().execute_s == 0
+
+
+def test_a_killed_core_reads_as_a_value(core: Talk) -> None:
+    """The parent learns of it from the socket, with the signal and the likely reason."""
+    core.process.kill()
+    failure = core.hear()
     assert isinstance(failure, CoreFailed)
     assert failure.kind == "crashed"
     assert "killed by signal 9, probably for memory" in failure.message
-    wait_until_gone([process])
+    wait_until_gone([core.process])
 
 
 def test_a_kill_that_the_kernel_counted_is_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The count is taken before the start and after the end, and a core that was ready ran out while serving."""
-    monkeypatch.setattr("engine.core.oom_kills", iter((4, 5)).__next__)
-    core = CoreProcess(EngineConfig(model="m"), executor="tests.fakes.executor:FakeExecutor", cpus=None)
+    monkeypatch.setattr("engine.core_process.oom_kills", iter((4, 5)).__next__)
+    talk = Talk(EngineConfig(model="m"), executor=_FAKE)
     try:
-        assert isinstance(core.receive(), Ready)
-        psutil.Process(core.pid).kill()
-        failure = core.receive()
+        assert isinstance(talk.hear(), Ready)
+        talk.process.kill()
+        failure = talk.hear()
     finally:
-        core.stop()
+        talk.core.stop()
     assert isinstance(failure, CoreFailed)
     assert failure.kind == "oom_runtime"
 
@@ -147,47 +246,7 @@ def test_the_core_computes_where_it_was_bound() -> None:
     config = EngineConfig(model="m")
     core = CoreProcess(config, executor="tests.fakes.executor:FakeExecutor", cpus=(allowed[0],))
     try:
-        assert isinstance(core.receive(), Ready)
+        assert core.wait(PATIENCE_S)
         assert psutil.Process(core.pid).cpu_affinity() == [allowed[0]]
     finally:
         core.stop()
-
-
-@pytest.mark.parametrize(
-    ("bind", "allowed", "cpus"),
-    [
-        ("auto", {0, 1, 2, 5}, (0, 1, 2)),
-        ("auto", {3}, (3,)),
-        ("nobind", {0, 1}, None),
-        ("0-2,5", {0, 1, 2, 3, 5}, (0, 1, 2, 5)),
-        ("1", {0, 1}, (1,)),
-    ],
-)
-def test_cpu_binding(bind: str, allowed: set[int], cpus: tuple[int, ...] | None) -> None:
-    """`auto` leaves the last CPU to the frontend and the client, where there is more than one."""
-    assert cpus_to_use(bind, allowed, quota=None) == cpus
-
-
-@pytest.mark.parametrize(
-    ("quota", "cpus"), [(0.5, (2,)), (1.0, (2,)), (1.5, (2,)), (2.0, (2,)), (2.5, (2, 3)), (64.0, (2, 3, 5))]
-)
-def test_auto_keeps_within_the_quota(quota: float, cpus: tuple[int, ...]) -> None:
-    """In a container of 2 CPUs on a host of 64, more threads would only wait for each other's time."""
-    assert cpus_to_use("auto", {2, 3, 5, 8}, quota=quota) == cpus
-
-
-def test_a_count_takes_the_first_cpus_there_are() -> None:
-    """An exported file does not name CPUs of the machine it was measured on."""
-    assert cpus_to_use("count:2", {4, 5, 9}, quota=None) == (4, 5)
-    assert cpus_to_use("count:3", {4, 5, 9}, quota=None) == (4, 5, 9)
-    with pytest.raises(ConfigError, match=r"asks for 4 CPUs.* may use 3"):
-        cpus_to_use("count:4", {4, 5, 9}, quota=None)
-
-
-@pytest.mark.parametrize(
-    "bind", ["", "a", "0-", "3-1", "0,3-1", "0,9", "0;1", "-1", "count:", "count:0", "count:-1", "count:a"]
-)
-def test_a_binding_that_cannot_be_is_refused(bind: str) -> None:
-    """It never falls back to some other CPUs in silence."""
-    with pytest.raises(ConfigError, match="cpu_omp_threads_bind"):
-        cpus_to_use(bind, {0, 1, 2, 3}, quota=None)

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
 import aiohttp
@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import EngineConfig
-from engine.frontend import Frontend, NewToken
+from engine.frontend import Frontend, NewRequest, NewToken
 from engine.models.folder import model_folder
 from engine.server import Api
 from engine.tokenizer import TextTokenizer
@@ -382,10 +382,12 @@ def open_files_at_most(count: int) -> Iterator[int]:
 class FaultyFrontend:
     """Stands for a fault nobody foresaw: one token, then an error."""
 
-    is_alive = True
+    @contextlib.contextmanager
+    def admit(self, requests: Sequence[NewRequest]) -> Iterator[list[AsyncIterator[NewToken]]]:
+        """Let everyone in."""
+        yield [self._tokens() for _ in requests]
 
-    async def generate(self, *_: object) -> AsyncIterator[NewToken]:
-        """One token."""
+    async def _tokens(self) -> AsyncIterator[NewToken]:
         yield NewToken(100, None, None)
         raise RuntimeError("made-up fault in the frontend")
 

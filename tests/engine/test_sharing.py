@@ -29,7 +29,8 @@ def _memory(server: Serving) -> dict[str, int]:
     """What the server says of its memory, by part."""
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:  # noqa: S310 - our own server
         page = answer.read().decode()
-    return {part: int(float(value)) for part, value in re.findall(r'engine:memory_bytes\{part="(\w+)"\} (\S+)', page)}
+    parts = re.findall(r'engine:memory_bytes\{engine="0",part="(\w+)"\} (\S+)', page)
+    return {part: int(float(value)) for part, value in parts}
 
 
 def _refusal(command: list[str]) -> dict[str, object]:

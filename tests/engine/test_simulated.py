@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from engine.config import ConfigError, EngineConfig, OutOfDeviceMemoryError
-from engine.core import EXECUTORS, CoreFailed, CoreProcess, Ready, StepReport, Submit, _failure_kind
+from engine.core import EXECUTORS, CoreFailed, Ready, Submit, _failure_kind
 from engine.executor.clock import RealClock, VirtualClock
 from engine.executor.law import graph_sizes, law_names, load_law
 from engine.executor.simulated import SimulatedExecutor
@@ -22,8 +22,9 @@ from engine.memory import NoKvMemoryError, NotEnoughMemoryError
 from engine.models.folder import model_folder
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
-from engine.stats import EngineStats
+from engine.stats import ServerStats
 from engine.tokenizer import TextTokenizer
+from tests.fakes.cores import Talk
 from tests.fakes.serving import serving, start
 
 A_S, B_S = 0.01, 0.0005
@@ -399,31 +400,31 @@ def test_simulated_is_never_the_default_and_always_said(tmp_path: Path) -> None:
     resolved = SimulatedExecutor(asked(written(tmp_path, linear_law())), clock=VirtualClock()).resolved
     assert resolved.device == "simulated:law"
     assert any("SIMULATED" in warning and "a made-up device" in warning for warning in resolved.warnings)
-    page = EngineStats(resolved).render().decode()
+    page = ServerStats(resolved, [resolved]).render().decode()
     assert 'device="simulated:law"' in page
     assert 'executor="simulated"' in page
 
 
 @pytest.fixture
-def core_at_the_edge(tmp_path: Path) -> Iterator[CoreProcess]:
+def core_at_the_edge(tmp_path: Path) -> Iterator[Talk]:
     """A core in a process of its own that runs out of memory at steps above 500 tokens."""
     law = failing_law(unprofiled={"step_bytes_per_token": 16 * 1024})
     config = asked(written(tmp_path, law))
-    process = CoreProcess(config, executor=EXECUTORS["simulated"], cpus=None)
+    talk = Talk(config, executor=EXECUTORS["simulated"])
     try:
-        assert isinstance(process.receive(), Ready)
-        yield process
+        assert isinstance(talk.hear(), Ready)
+        yield talk
     finally:
-        process.stop()
+        talk.core.stop()
 
 
-def test_a_core_reports_the_class_it_ran_out_of_memory_in(core_at_the_edge: CoreProcess) -> None:
+def test_a_core_reports_the_class_it_ran_out_of_memory_in(core_at_the_edge: Talk) -> None:
     """Light load is served; the first heavy step ends the core with `oom_runtime`, as a tuner must survive it."""
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     core_at_the_edge.send(Submit(request_id="a", prompt_token_ids=(7,) * 100, sampling=sampling))
-    assert isinstance(core_at_the_edge.receive(), StepReport)
+    core_at_the_edge.report()
     core_at_the_edge.send(Submit(request_id="b", prompt_token_ids=(7,) * 600, sampling=sampling))
-    failure = core_at_the_edge.receive()
+    failure = core_at_the_edge.hear()
     assert isinstance(failure, CoreFailed)
     assert failure.kind == "oom_runtime"
 

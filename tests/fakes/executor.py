@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig, MemoryBudget, ResolvedConfig, check_against_model
 from engine.step import ScheduledRequest, StepPlan, StepResult
 
 EOS_TOKEN_ID = 0
 NUM_BLOCKS = 64
+SECOND_DEVICE = "auto:1"
+"""What the second of several cores is told to compute on."""
 
 
 def fake_resolved(asked: EngineConfig, *, eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,)) -> ResolvedConfig:
@@ -72,6 +75,34 @@ class SlowExecutor(FakeExecutor):
         """The same tokens, later."""
         time.sleep(0.02)
         return super().execute(plan)
+
+
+class MarkingExecutor(FakeExecutor):
+    """Makes an empty file, named as the model is, when it has drawn the last token of all that run."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """The same tokens, and the mark."""
+        if all(item.output_index == item.sampling.max_tokens - 1 for item in plan.scheduled):
+            Path(self.resolved.asked.model).touch()
+        return super().execute(plan)
+
+
+class SecondLoadsForEver(FakeExecutor):
+    """Is ready at once, except behind the second core."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        if config.device == SECOND_DEVICE:
+            load_for_ever(config)
+
+
+class UnevenExecutor(FakeExecutor):
+    """Has fewer blocks behind the second core."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        if config.device == SECOND_DEVICE:
+            self.resolved = replace(self.resolved, num_gpu_blocks=40)
 
 
 class CrashingExecutor(FakeExecutor):

@@ -15,10 +15,12 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 _FAKE = """
-import json, sys
+import json, pathlib, sys
 from engine.config import EngineConfig
 from engine.launch import serve
-sys.exit(serve(EngineConfig(**json.loads(sys.argv[1])), host="127.0.0.1", port=0, executor=sys.argv[2]))
+asked, executor, *step_log = sys.argv[1:]
+log = pathlib.Path(step_log[0]) if step_log else None
+sys.exit(serve(EngineConfig(**json.loads(asked)), host="127.0.0.1", port=0, executor=executor, step_log=log))
 """
 _STOP_S = 10
 
@@ -71,10 +73,11 @@ def json_lines(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def fake_command(executor: str, **config: object) -> list[str]:
+def fake_command(executor: str, *, step_log: Path | None = None, **config: object) -> list[str]:
     """The command that serves `config` with an executor of `tests.fakes.executor`."""
     asked = json.dumps({"model": "embedded", **config})
-    return [sys.executable, "-c", _FAKE, asked, f"tests.fakes.executor:{executor}"]
+    log = [] if step_log is None else [str(step_log)]
+    return [sys.executable, "-c", _FAKE, asked, f"tests.fakes.executor:{executor}", *log]
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
