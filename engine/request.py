@@ -23,6 +23,10 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+MAX_LOGPROBS = 20
+"""Most likely tokens a request may ask to be told of (vLLM: `max_logprobs`). Unit: tokens a token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen and when to stop."""

@@ -208,23 +208,125 @@ def _attend_decodes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return out.reshape(requests, -1, head_dim)
 
 
-def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token a row by inverting the distribution: the first token whose cumulated probability passes `uniform`.
+def penalise(
+    logits: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    counts: Tensor,
+    *,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Lower the scores of tokens that were seen before, in place.
 
-    A row's draw depends on its own logits, temperature and uniform only.
+    `score > 0 ? score / repetition : score * repetition` (Keskar et al. 2019, arXiv:1909.05858), then
+    `score - frequency * count - presence * [count > 0]` (OpenAI's API). Only the N entries named are touched.
+
+    Args:
+        logits: (R, V) float32; overwritten.
+        rows: (N,) int64, the row of each entry.
+        tokens: (N,) int64, its token: one of the row's prompt or outputs. A pair comes once.
+        counts: (N,) float32, how often the row has generated it; 0 for a token of the prompt only.
+        repetition: (R,) float32, above 0.
+        presence: (R,) float32.
+        frequency: (R,) float32.
+    """
+    scores = logits[rows, tokens]
+    factors = repetition[rows]
+    scores = torch.where(scores > 0, scores / factors, scores * factors)
+    scores -= frequency[rows] * counts
+    scores -= presence[rows] * (counts > 0)
+    logits[rows, tokens] = scores
+
+
+def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token a row: a row's draw depends on its own logits, temperature and uniform only.
 
     Args:
         logits: (R, V) float32.
-        temperatures: (R,) float32; 0 takes the most likely token.
+        temperatures: (R,) float32, above 0.
         uniforms: (R,) float64 in [0, 1).
 
     Returns:
         (R,) int64.
     """
-    greedy = temperatures == 0
-    scaled = logits / temperatures.masked_fill(greedy, 1.0).unsqueeze(1)
-    cumulated = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
-    targets = uniforms.unsqueeze(1) * cumulated[:, -1:]
+    return _invert(_probabilities(logits, temperatures), uniforms)
+
+
+def sample_likely(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, *, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
+) -> Tensor:
+    """Draw one token a row, as `sample` does, from the tokens that `keep_likely` keeps."""
+    probs = _probabilities(logits, temperatures)
+    return _invert(keep_likely(probs, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps), uniforms)
+
+
+def keep_likely(probs: Tensor, *, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> Tensor:
+    """Set the probabilities of unlikely tokens to 0; what is left is not scaled up.
+
+    In vLLM's order, each on what the one before left: min-p (Nguyen et al. 2024, arXiv:2407.01082), top-k, top-p
+    (Holtzman et al. 2019, arXiv:1904.09751). Tokens exactly as likely as the last one kept are kept too, so that a cut
+    is a property of the probabilities and not of how a sort breaks ties.
+
+    Args:
+        probs: (R, V) float32, rows that add up to 1.
+        top_ks: (R,) int64; 0 is all.
+        top_ps: (R,) float64 in (0, 1]; 1 is all.
+        min_ps: (R,) float32 in [0, 1]; 0 is all.
+
+    Returns:
+        (R, V) float32.
+    """
+    probs = probs * (probs >= min_ps.unsqueeze(1) * probs.amax(-1, keepdim=True))
+    # By cumsum, whose order of additions does not change with the number of rows.
+    totals = probs.cumsum(-1, dtype=torch.float64)[:, -1]
+    narrow = probs.topk(min(_NARROW, probs.shape[1])).values
+    floors, settled = _floors(narrow, totals, top_ks=top_ks, top_ps=top_ps)
+    if narrow.shape[1] < probs.shape[1] and not settled.all():
+        rest = (~settled).nonzero().squeeze(1)
+        wide = probs[rest].sort(descending=True).values
+        floors[rest], _ = _floors(wide, totals[rest], top_ks=top_ks[rest], top_ps=top_ps[rest])
+    return probs.mul_(probs >= floors.unsqueeze(1))
+
+
+_NARROW = 1024
+"""Likeliest tokens looked at first. Most cuts fall among them, and finding them costs a twentieth of a sort."""
+
+
+def _floors(likeliest: Tensor, totals: Tensor, *, top_ks: Tensor, top_ps: Tensor) -> tuple[Tensor, Tensor]:
+    """The least probability that top-k and top-p keep, and whether the W likeliest tokens were enough to know it.
+
+    Args:
+        likeliest: (R, W), each row's highest probabilities in falling order.
+        totals: (R,) float64, what each row's probabilities add up to.
+        top_ks: (R,).
+        top_ps: (R,).
+
+    Returns:
+        (R,) and (R,) bool.
+    """
+    width = likeliest.shape[1]
+    cumulated = likeliest.cumsum(-1, dtype=torch.float64)
+    limited = top_ks > 0
+    within = limited & (top_ks <= width)
+    last = torch.where(within, top_ks, width) - 1
+    mass = torch.where(within, cumulated.gather(1, last.unsqueeze(1)).squeeze(1), totals)
+    needed = top_ps * mass
+    index = torch.minimum((cumulated < needed.unsqueeze(1)).sum(-1), last)
+    everything = ~limited & (top_ps >= 1)
+    floors = likeliest.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(everything, 0)
+    return floors, torch.where(limited, within, everything | (cumulated[:, -1] >= needed))
+
+
+def _probabilities(logits: Tensor, temperatures: Tensor) -> Tensor:
+    return (logits / temperatures.unsqueeze(1)).softmax(-1)
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token of each row whose cumulated weight passes that share of the total; never one of weight 0."""
+    cumulated = weights.cumsum(-1, dtype=torch.float64)
+    totals = cumulated[:, -1:]
     # A uniform one step below 1 can round up to the total, which no entry passes.
-    drawn = torch.searchsorted(cumulated, targets, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-    return torch.where(greedy, logits.argmax(-1), drawn)
+    targets = torch.minimum(uniforms.unsqueeze(1) * totals, torch.nextafter(totals, torch.zeros_like(totals)))
+    return torch.searchsorted(cumulated, targets, right=True).squeeze(1)

@@ -18,7 +18,7 @@ from engine.models.config import ModelConfig, read_model_config
 from engine.models.folder import EMBEDDED, model_folder
 from engine.models.llama import Decoder
 from engine.models.weights import checkpoint, dummy, load_weights
-from engine.request import SamplingParams
+from engine.request import MAX_LOGPROBS, SamplingParams
 from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
 
@@ -110,7 +110,12 @@ class ModelRunner:
         source = dummy(config.seed) if made_up else checkpoint(plan.folder)
         self._plan = plan
         self._decoder = Decoder(model, load_weights(source, model, dtype=dtype, device=plan.device))
-        self._sampler = Sampler(seed=config.seed, max_num_seqs=config.max_num_seqs, device=plan.device)
+        self._sampler = Sampler(
+            seed=config.seed,
+            max_num_seqs=config.max_num_seqs,
+            eos_token_ids=plan.model.eos_token_ids,
+            device=plan.device,
+        )
         self._buffers = BatchBuffers(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -131,10 +136,7 @@ class ModelRunner:
         hidden = decoder.forward(batch.token_ids, batch.positions, batch.attention, kv_cache)
         if not batch.sampled:
             return StepResult(sampled_token_ids={})
-        logits = decoder.logits(hidden.index_select(0, batch.sampled_rows))
-        drawn = self._sampler.draw(logits, batch.sampled)
-        ids = (item.request_id for item in batch.sampled)
-        return StepResult(sampled_token_ids=dict(zip(ids, drawn, strict=True)))
+        return self._sampler.draw(decoder.logits(hidden.index_select(0, batch.sampled_rows)), batch.sampled)
 
     def allocate_kv(self, num_blocks: int, *, num_layers: int | None = None) -> Tensor:
         """(layers, 2, blocks, block size, key/value heads, head size), every page touched; all layers unless told."""
@@ -179,7 +181,7 @@ class ModelRunner:
             replace(weights, layers=tuple(weights.layers[index] for index in kept)),
         )
         kv_cache = self.allocate_kv(1, num_layers=len(kept))
-        steps = largest_steps(self._plan.config, self._plan.max_model_len)
+        steps = largest_steps(self._plan.config, self._plan.max_model_len, vocab_size=model.vocab_size)
         peaks = [
             (activation_peak_bytes(partial(self._step, step, few_layers, kv_cache), self._plan.device), words(step))
             for step in steps
@@ -200,35 +202,41 @@ def words(step: StepPlan) -> str:
     return f"{step.num_scheduled_tokens} tokens: {decodes} requests decoding, {chunks} in prefill, all sampled"
 
 
-def largest_steps(config: EngineConfig, max_model_len: int) -> tuple[StepPlan, ...]:
+def largest_steps(config: EngineConfig, max_model_len: int, *, vocab_size: int) -> tuple[StepPlan, ...]:
     """The steps that take the most memory: the whole budget as long chunks, and with all other seats decoding.
 
-    Every request stands at the end of a context of `max_model_len` tokens and samples with a temperature. All share
-    one block, so that a KV cache of one block is enough.
+    Every request stands at the end of a context of `max_model_len` tokens and has its distribution sorted and its
+    log-probabilities told; in the last step one is greedy, which sets the others apart. Penalties take less, as they
+    touch only tokens that were seen. All share one block, so that a KV cache of one block is enough.
     """
-    budget, seats = config.max_num_batched_tokens, config.max_num_seqs
+    seats = config.max_num_seqs
+    # A top-k of the whole vocabulary sorts it and cuts nothing.
+    dear = SamplingParams(max_tokens=1, seed=0, top_k=vocab_size, num_logprobs=MAX_LOGPROBS)
     steps = []
-    for decodes in (0, seats - 1):
-        lens = [1] * decodes
-        while len(lens) < seats and sum(lens) < budget:
-            # The last seats go to chunks as long as they come, so that the whole budget is spent where it can be.
-            lens.append(min(max_model_len, budget - sum(lens)))
-        table = (0,) * -(-max_model_len // config.block_size)
-        sampling = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
+    for decodes, first in ((0, dear), (seats - 1, dear), (seats - 1, SamplingParams(max_tokens=1, temperature=0.0))):
         scheduled = tuple(
             ScheduledRequest(
                 request_id=str(index),
                 token_ids=(0,) * length,
                 start=max_model_len - length,
-                block_ids=table,
+                block_ids=(0,) * -(-max_model_len // config.block_size),
                 samples=True,
                 output_index=0,
-                sampling=sampling,
+                sampling=dear if index else first,
             )
-            for index, length in enumerate(lens)
+            for index, length in enumerate(_largest_lens(config, max_model_len, decodes=decodes))
         )
         steps.append(StepPlan(scheduled=scheduled))
     return tuple(steps)
+
+
+def _largest_lens(config: EngineConfig, max_model_len: int, *, decodes: int) -> list[int]:
+    """Tokens a request: `decodes` of 1, and the rest of the budget in chunks as long as they come, to the last seat."""
+    lens = [1] * decodes
+    budget = config.max_num_batched_tokens
+    while len(lens) < config.max_num_seqs and sum(lens) < budget:
+        lens.append(min(max_model_len, budget - sum(lens)))
+    return lens
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from engine.executor.torch import TorchExecutor, largest_steps
 from engine.limits import Limits
 from engine.memory import NoKvMemoryError
 from engine.request import SamplingParams
+from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
 
 MIB = 2**20
@@ -115,13 +118,41 @@ def test_no_step_takes_more_than_the_measured_peak(executor: TorchExecutor) -> N
 
 def test_the_largest_steps_spend_the_whole_budget() -> None:
     """What is measured is the worst case: all tokens, all seats sampling, contexts at their longest."""
-    for config, tokens in ((_config(), [64, 64]), (_config(max_num_batched_tokens=4096), [1024, 7 + 128])):
-        steps = largest_steps(config, 128)
+    for config, tokens in ((_config(), [64, 64, 64]), (_config(max_num_batched_tokens=4096), [1024, 7 + 128, 7 + 128])):
+        steps = largest_steps(config, 128, vocab_size=259)
 
         assert [step.num_scheduled_tokens for step in steps] == tokens
         assert len(steps[-1].scheduled) == 8
         for step in steps:
             assert all(item.start + len(item.token_ids) == 128 for item in step.scheduled)
+
+
+def test_no_sampling_takes_more_than_the_largest_steps() -> None:
+    """Sorting, penalties and log-probabilities of all seats fit the memory set aside at the start (no late OOM)."""
+    from engine.device_memory import activation_peak_bytes
+
+    vocab_size, config = 3000, _config(max_num_seqs=4, max_num_batched_tokens=4)
+    sampler = Sampler(seed=0, max_num_seqs=4, eos_token_ids=(0,), device=torch.device("cpu"))
+
+    def peak(requests: Sequence[ScheduledRequest]) -> int:
+        logits = torch.randn((len(requests), vocab_size), generator=torch.Generator().manual_seed(0))
+        return activation_peak_bytes(lambda: sampler.draw(logits, requests), torch.device("cpu"))
+
+    steps = largest_steps(config, 128, vocab_size=vocab_size)
+    measured = max(peak(step.scheduled) for step in steps)
+    asked = [
+        SamplingParams(max_tokens=9, top_p=0.99, min_p=0.001, num_logprobs=20),
+        SamplingParams(max_tokens=9, top_k=50, repetition_penalty=1.1, frequency_penalty=1.0, min_tokens=5),
+        SamplingParams(max_tokens=9, presence_penalty=1.0, num_logprobs=1),
+        GREEDY,
+    ]
+    history = tuple(range(vocab_size))
+    for batch in itertools.combinations_with_replacement(asked, 4):
+        items = [
+            dataclasses.replace(_item((0,)), request_id=str(index), sampling=sampling, prompt_token_ids=history)
+            for index, sampling in enumerate(batch)
+        ]
+        assert peak(items) <= measured
 
 
 def test_an_empty_plan_computes_nothing(executor: TorchExecutor) -> None:

@@ -91,7 +91,7 @@ def test_the_buffers_that_are_counted_are_all_the_buffers_there_are() -> None:
     def make() -> None:
         sizes = {"max_num_batched_tokens": 64, "max_model_len": 512, "block_size": 16, "windows": {None, 128}}
         made.append(BatchBuffers(max_num_seqs=48, dtype=torch.float32, device=CPU, **sizes))
-        made.append(Sampler(seed=0, max_num_seqs=48, device=CPU))
+        made.append(Sampler(seed=0, max_num_seqs=48, eos_token_ids=(), device=CPU))
 
     assert activation_peak_bytes(make, CPU) == sum(each.nbytes for each in made)
 

@@ -14,7 +14,6 @@ from kernels.reference import (
     paged_attention,
     rms_norm,
     rotary_embedding,
-    sample,
     silu_mul,
 )
 
@@ -145,32 +144,3 @@ def test_paged_attention_reads_exactly_each_requests_context(name: str, heads: t
     out = paged_attention(query, key_cache, value_cache, tables, torch.tensor(contexts).int(), starts, 0.3)
 
     torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-4)
-
-
-def test_sample_follows_the_distribution() -> None:
-    """Uniforms spread evenly draw each token as often as its probability says."""
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
-    uniforms = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
-
-    drawn = sample(logits.expand(10_000, -1), torch.full((10_000,), 2.0), uniforms)
-
-    shares = torch.bincount(drawn, minlength=5) / 10_000
-    torch.testing.assert_close(shares, (logits[0] / 2.0).softmax(0), atol=2e-4, rtol=0)
-
-
-def test_sample_never_draws_the_impossible() -> None:
-    """The ends of [0, 1) fall on tokens that have a probability."""
-    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]] * 2)
-
-    drawn = sample(logits, torch.ones(2), torch.tensor([0.0, math.nextafter(1.0, 0.0)], dtype=torch.float64))
-
-    assert drawn.tolist() == [1, 3]
-
-
-def test_sample_at_temperature_zero_takes_the_most_likely() -> None:
-    """Greedy and sampled requests share a batch without disturbing each other."""
-    logits = _normal(2, 257)
-
-    drawn = sample(logits, torch.tensor([0.0, 1.0]), torch.tensor([0.99, 0.0], dtype=torch.float64))
-
-    assert drawn.tolist() == [int(logits[0].argmax()), 0]
