@@ -255,6 +255,23 @@ def check_against_model(config: EngineConfig, *, max_model_len: int) -> list[str
     return []
 
 
+def check_tensor_parallel(tensor_parallel_size: int, *, num_heads: int, num_kv_heads: int) -> None:
+    """Check that a model's heads divide over that many devices; fewer key/value heads than devices are repeated.
+
+    Raises:
+        ConfigError: where they do not (vLLM: `vllm/config/model.py`, `verify_with_parallel_config`).
+    """
+    if num_heads % tensor_parallel_size:
+        raise ConfigError(
+            f"the model's {num_heads} attention heads are not divisible by tensor_parallel_size={tensor_parallel_size}"
+        )
+    if num_kv_heads % tensor_parallel_size and tensor_parallel_size % num_kv_heads:
+        raise ConfigError(
+            f"the model's {num_kv_heads} key/value heads neither divide over tensor_parallel_size="
+            f"{tensor_parallel_size} devices nor repeat on them"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
     """Where the device's memory goes. Every field in bytes.

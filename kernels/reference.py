@@ -25,11 +25,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: (..., H) or, for the heads of queries and keys, (T, Q + K, D).
-        weight: anything that broadcasts to `x`: (H,), or (Q + K, D) for a weight per head.
+        weight: anything that broadcasts to `x`: (H,), or (Q + K, D) for a weight per head. The product is taken in
+            its dtype: that of `x`, or float32 (Gemma).
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -54,6 +55,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Gated activation: `silu(gate) * up` of (T, 2 I) = gate | up; returns (T, I)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """Gated activation: `gelu(gate) * up` of (T, 2 I) = gate | up, with tanh's approximation; returns (T, I)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,14 +10,21 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchBuffers
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, check_against_model, split_device
+from engine.config import (
+    ConfigError,
+    EngineConfig,
+    ResolvedConfig,
+    check_against_model,
+    check_tensor_parallel,
+    split_device,
+)
 from engine.device_memory import activation_peak_bytes, device_label, non_torch_bytes, take_share
 from engine.limits import read_limits
 from engine.memory import DeviceShare, KvLayout, MemoryReport, kv_blocks_in_force, memory_budget
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.folder import EMBEDDED, model_folder
 from engine.models.llama import Decoder
-from engine.models.weights import checkpoint, dummy, load_weights
+from engine.models.weights import Checkpoint, Dummy, load_weights
 from engine.request import MAX_LOGPROBS, SamplingParams
 from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
@@ -43,11 +50,12 @@ def blueprint(config: EngineConfig) -> Blueprint:
 
     Raises:
         ConfigError: for a model that is not there or not supported, a length beyond the model's, a device that is
-            missing.
+            missing, or more than one.
     """
     device = _device(config)
     folder = model_folder(config.model)
     model = read_model_config(folder)
+    _check_one_device(config, model)
     max_model_len = _max_model_len(config, model)
     return Blueprint(
         config=config,
@@ -107,7 +115,7 @@ class ModelRunner:
     def __init__(self, plan: Blueprint) -> None:
         config, model, dtype = plan.config, plan.model, _DTYPES[plan.dtype]
         made_up = config.load_format == "dummy" or (config.load_format == "auto" and config.model == EMBEDDED)
-        source = dummy(config.seed) if made_up else checkpoint(plan.folder)
+        source = Dummy(config.seed, plan.model) if made_up else Checkpoint(plan.folder)
         self._plan = plan
         self._decoder = Decoder(model, load_weights(source, model, dtype=dtype, device=plan.device))
         self._sampler = Sampler(
@@ -173,15 +181,9 @@ class ModelRunner:
         One layer of a kind is enough: layers of a kind have equal shapes, and what one computes is released before the
         next.
         """
-        model, weights = self._decoder.config, self._decoder.weights
-        first_of_kind = {window: index for index, window in reversed(list(enumerate(model.layer_windows)))}
-        kept = sorted(first_of_kind.values())
-        few_layers = Decoder(
-            replace(model, layer_windows=tuple(model.layer_windows[index] for index in kept)),
-            replace(weights, layers=tuple(weights.layers[index] for index in kept)),
-        )
-        kv_cache = self.allocate_kv(1, num_layers=len(kept))
-        steps = largest_steps(self._plan.config, self._plan.max_model_len, vocab_size=model.vocab_size)
+        few_layers = self._decoder.one_layer_of_each_kind()
+        kv_cache = self.allocate_kv(1, num_layers=few_layers.config.num_layers)
+        steps = largest_steps(self._plan.config, self._plan.max_model_len, vocab_size=few_layers.config.vocab_size)
         peaks = [
             (activation_peak_bytes(partial(self._step, step, few_layers, kv_cache), self._plan.device), words(step))
             for step in steps
@@ -237,6 +239,13 @@ def _largest_lens(config: EngineConfig, max_model_len: int, *, decodes: int) -> 
     while len(lens) < config.max_num_seqs and sum(lens) < budget:
         lens.append(min(max_model_len, budget - sum(lens)))
     return lens
+
+
+def _check_one_device(config: EngineConfig, model: ModelConfig) -> None:
+    size = config.tensor_parallel_size
+    check_tensor_parallel(size, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+    if size > 1:
+        raise ConfigError(f"tensor_parallel_size={size}: this engine computes on one device; supported: 1")
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -1,12 +1,13 @@
-"""One decoder for Llama, Qwen2 and Qwen3: what differs between them is data in `ModelConfig`.
+"""One decoder for Llama, Mistral, Qwen and Gemma 3: what differs between them is data in `ModelConfig`.
 
-A layer is `h += output(attend(rope(norm(q, k)), v))`, then `h += down(silu(gate) * up)`, each on the root mean
-square norm of h (Touvron et al. 2023, arXiv:2302.13971; Qwen3's per-head norm: arXiv:2505.09388).
+A layer is `h += output(attend(rope(norm(q, k)), v))`, then `h += down(act(gate) * up)`, each on the root mean square
+norm of h (Touvron et al. 2023, arXiv:2302.13971; a norm per head: Qwen3, arXiv:2505.09388; norms before adding, and
+layers of two kinds: Gemma 3, arXiv:2503.19786).
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from engine.attention import AttentionInputs, attend
 from engine.models.config import ModelConfig
+from engine.models.rope import Rope
 from engine.models.weights import LayerWeights, ModelWeights
-from kernels.reference import add_rms_norm, rms_norm, rotary_embedding, silu_mul
+from kernels.reference import add_rms_norm, gelu_tanh_mul, rms_norm, rotary_embedding, silu_mul
+
+_GATED = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
 
 class Decoder:
@@ -24,8 +28,12 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
-        self._inverse_frequencies = inverse_frequencies(config).to(weights.embedding.device)
-        self._scale = config.head_dim**-0.5
+        like = weights.embedding
+        self._inverse_frequencies = {
+            rope: rope.inverse_frequencies(config.head_dim).to(like.device) for rope in set(config.layer_ropes)
+        }
+        self._embedding_scale = like.new_tensor(config.embedding_scale).item()
+        self._gated = _GATED[config.activation]
 
     def forward(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, kv_cache: Tensor) -> Tensor:
         """Hidden states after the last norm.
@@ -38,19 +46,29 @@ class Decoder:
         Returns:
             (T, hidden size).
         """
-        angles = (positions.unsqueeze(1) * self._inverse_frequencies).unsqueeze(1)
-        cos, sin = angles.cos(), angles.sin()
-        rotation = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        eps = self.config.rms_norm_eps
+        config, eps = self.config, self.config.rms_norm_eps
+        rotations = {rope: self._rotation(rope, positions) for rope in self._inverse_frequencies}
         residual = F.embedding(token_ids, self.weights.embedding)
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
         hidden = torch.zeros_like(residual)
-        layers = zip(self.weights.layers, kv_cache.unbind(), self.config.layer_windows, strict=True)
-        for layer, layer_cache, window in layers:
-            hidden, residual = add_rms_norm(hidden, residual, layer.input_norm, eps)
-            hidden = self._attention(layer, hidden, rotation, inputs, layer_cache, window)
-            hidden, residual = add_rms_norm(hidden, residual, layer.post_norm, eps)
-            hidden = F.linear(silu_mul(F.linear(hidden, layer.gate_up)), layer.down)
+        kinds = zip(config.layer_ropes, config.layer_windows, strict=True)
+        for layer, layer_cache, (rope, window) in zip(self.weights.layers, kv_cache.unbind(), kinds, strict=True):
+            hidden, residual = add_rms_norm(hidden, residual, layer.attention_norm, eps)
+            hidden = self._attention(layer, hidden, rotations[rope], inputs, layer_cache, window)
+            if layer.attention_output_norm is not None:
+                hidden = rms_norm(hidden, layer.attention_output_norm, eps)
+            hidden, residual = add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+            hidden = F.linear(self._gated(F.linear(hidden, *layer.gate_up)), *layer.down)
+            if layer.mlp_output_norm is not None:
+                hidden = rms_norm(hidden, layer.mlp_output_norm, eps)
         return add_rms_norm(hidden, residual, self.weights.final_norm, eps)[0]
+
+    def _rotation(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every token, as `rotary_embedding` wants them."""
+        angles = (positions.unsqueeze(1) * self._inverse_frequencies[rope]).unsqueeze(1)
+        cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def _attention(
         self,
@@ -63,31 +81,31 @@ class Decoder:
     ) -> Tensor:
         config = self.config
         num_tokens, head_dim = hidden.shape[0], config.head_dim
-        packed = F.linear(hidden, layer.qkv, layer.qkv_bias).view(num_tokens, -1, head_dim)
+        packed = F.linear(hidden, *layer.qkv).view(num_tokens, -1, head_dim)
         query_key, value = packed.tensor_split([config.num_heads + config.num_kv_heads], dim=1)
         if layer.qk_norm is not None:
             query_key = rms_norm(query_key, layer.qk_norm, config.rms_norm_eps)
         query_key = rotary_embedding(query_key, *rotation)
         query, key = query_key.tensor_split([config.num_heads], dim=1)
-        out = attend(query, key, value, kv_cache, inputs, scale=self._scale, window=window)
-        return F.linear(out.reshape(num_tokens, -1), layer.output)
+        out = attend(query, key, value, kv_cache, inputs, scale=config.query_scale, window=window)
+        return F.linear(out.reshape(num_tokens, -1), *layer.output)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every token of the vocabulary: (rows, hidden size) to (rows, vocabulary), float32."""
         return F.linear(hidden, self.weights.lm_head).float()
 
+    def one_layer_of_each_kind(self) -> Decoder:
+        """As few layers as need, for a step, as much memory at once as all do.
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Rotary frequencies `theta ** (-2 i / D)` for i in [0, D / 2), float32 (Su et al. 2021, arXiv:2104.09864).
-
-    Llama 3 scaling divides the slow ones by `factor`, keeps the fast ones, and blends in between (transformers:
-    `modeling_rope_utils.py`, `rope_type` "llama3").
-    """
-    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    rope = config.llama3_rope
-    if rope is None:
-        return frequencies
-    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / rope.factor
+        Layers differ in what they attend to, not in shape, and what one computes is released before the next.
+        """
+        config, weights = self.config, self.weights
+        kinds = list(zip(config.layer_ropes, config.layer_windows, strict=True))
+        first = sorted({kinds.index(kind) for kind in kinds})
+        fewer = replace(
+            config,
+            num_layers=len(first),
+            layer_ropes=tuple(config.layer_ropes[index] for index in first),
+            layer_windows=tuple(config.layer_windows[index] for index in first),
+        )
+        return Decoder(fewer, replace(weights, layers=tuple(weights.layers[index] for index in first)))

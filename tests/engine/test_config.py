@@ -2,7 +2,14 @@
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, check_against_model, device_of_rank, parse_size
+from engine.config import (
+    ConfigError,
+    EngineConfig,
+    check_against_model,
+    check_tensor_parallel,
+    device_of_rank,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,3 +98,24 @@ def test_chunked_prefill_off_needs_a_budget_of_one_whole_prompt() -> None:
     short = EngineConfig(model="m", max_num_batched_tokens=parse_size("16k"), enable_chunked_prefill=False)
     with pytest.raises(ConfigError, match=r"(?s)16000.*16384"):
         check_against_model(short, max_model_len=parse_size("16K"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "refused"),
+    [
+        (40, 40, 6, "40 attention heads .* tensor_parallel_size=6"),
+        (40, 10, 8, "10 key/value heads .*tensor_parallel_size=8"),
+        (40, 40, 8, None),
+        (40, 8, 8, None),
+        (40, 1, 8, None),
+        (40, 2, 8, None),
+        (7, 7, 1, None),
+    ],
+)
+def test_heads_must_divide_over_devices(heads: int, kv_heads: int, size: int, refused: str | None) -> None:
+    """A parallel size that can never work is refused with both numbers, before weights load."""
+    if refused is None:
+        check_tensor_parallel(size, num_heads=heads, num_kv_heads=kv_heads)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        check_tensor_parallel(size, num_heads=heads, num_kv_heads=kv_heads)

@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from engine.config import ConfigError, EngineConfig
+from engine.device_memory import activation_peak_bytes
 from engine.executor.torch import TorchExecutor, largest_steps
 from engine.limits import Limits
 from engine.memory import NoKvMemoryError
+from engine.models.config import read_model_config
+from engine.models.folder import model_folder
+from engine.models.llama import Decoder
+from engine.models.weights import Dummy, load_weights
 from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
@@ -106,8 +111,6 @@ def test_larger_limits_take_memory_from_kv(executor: TorchExecutor) -> None:
 
 def test_no_step_takes_more_than_the_measured_peak(executor: TorchExecutor) -> None:
     """The budget holds under load: a step of any mix stays below what the start measured."""
-    from engine.device_memory import activation_peak_bytes
-
     mixed = StepPlan(scheduled=(_item(tuple(range(63)), start=65), _item((1,), start=127, name="b")))
     whole = StepPlan(scheduled=(_item(tuple(range(32))), _item(tuple(range(32)), name="b")))
     for plan in (mixed, whole):
@@ -252,3 +255,24 @@ def test_a_containers_memory_limit_reaches_the_budget(monkeypatch: pytest.Monkey
     monkeypatch.setattr("engine.executor.torch.read_limits", lambda: limits)
     executor = TorchExecutor(_config(device_memory_bytes=None, num_gpu_blocks_override=8))
     assert executor.resolved.memory.total_bytes == 2**29
+
+
+@pytest.mark.parametrize(("size", "named"), [(4, "6 attention heads"), (2, "this engine computes on one device")])
+def test_more_than_one_device_is_refused(size: int, named: str) -> None:
+    """Nobody believes to measure two devices where one computes."""
+    with pytest.raises(ConfigError, match=rf"{named}.*") as refused:
+        TorchExecutor(_config(tensor_parallel_size=size))
+    assert f"tensor_parallel_size={size}" in str(refused.value)
+
+
+def test_a_layer_of_each_kind_is_measured() -> None:
+    """A model that begins with windows is charged for its layers without."""
+    windows = (4, 4, None, 4)
+    config = dataclasses.replace(read_model_config(model_folder("embedded")), layer_windows=windows, vocab_size=8)
+    cpu = torch.device("cpu")
+    decoder = Decoder(config, load_weights(Dummy(0, config), config, dtype=torch.float32, device=cpu))
+
+    few = decoder.one_layer_of_each_kind()
+
+    assert (few.config.layer_windows, few.config.num_layers) == ((4, None), 2)
+    assert few.weights.layers == (decoder.weights.layers[0], decoder.weights.layers[2])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.reference import (
     add_rms_norm,
+    gelu_tanh_mul,
     kv_write,
     paged_attention,
     rms_norm,
@@ -36,6 +37,18 @@ def test_rms_norm_divides_by_the_root_mean_square(size: int, dtype: torch.dtype)
     torch.testing.assert_close(
         rms_norm(x, weight, 1e-6).double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
+
+
+def test_rms_norm_rounds_once_with_a_weight_in_float32() -> None:
+    """Gemma's norms, whose weights lie close to 1, lose nothing to bfloat16 but the last rounding."""
+    x, weight = _normal(5, 257).bfloat16(), 1 + _normal(257, seed=1) / 100
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+    out = rms_norm(x, weight, 1e-6)
+
+    assert out.dtype == torch.bfloat16
+    assert (out == exact.bfloat16()).float().mean() > 0.99
 
 
 def test_rms_norm_takes_a_weight_per_head() -> None:
@@ -74,6 +87,15 @@ def test_silu_mul_gates_the_second_half_by_the_first(size: int) -> None:
     gate, up = _normal(4, size), _normal(4, size, seed=1)
 
     torch.testing.assert_close(silu_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
+
+
+@pytest.mark.parametrize("size", [1, 123, 257])
+def test_gelu_tanh_mul_gates_the_second_half_by_the_first(size: int) -> None:
+    """Gate and up are not swapped, and the curve is tanh's, as Gemma was trained."""
+    gate, up = _normal(4, size), _normal(4, size, seed=1)
+    curve = 0.5 * gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh())
+
+    torch.testing.assert_close(gelu_tanh_mul(torch.cat((gate, up), -1)), curve * up)
 
 
 def test_kv_write_touches_its_slots_only() -> None:
