@@ -1,10 +1,14 @@
-"""The engine's command line: `python -m engine serve MODEL --max-num-seqs 64 …`, with vLLM's flag names."""
+"""The engine's command line: `python -m engine serve MODEL --max-num-seqs 64 …`, with vLLM's flag names.
+
+`python -m engine plan` takes the same flags and says what such a start would do with the memory.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,24 +17,35 @@ from pathlib import Path
 import yaml
 
 from engine.config import ConfigError, EngineConfig, parse_size
-from engine.core import CoreFailed
+from engine.core import CoreFailed, start_error_kind
+from engine.device_ledger import DeviceLedgerError
 from engine.executor.law import law_names
 from engine.launch import report_start_failure, serve
+from engine.plan import plan
 from engine.step_log import COLUMNS
 
 _DEFAULT = " (default: %(default)s)"
 _MAX_PORT = 65535
+_BAD_INPUT = 2
+_KINETO_SILENT = "10"
+"""torch's profiler, which measures activations at start, else writes lines of its own to stderr."""
+
 _SWITCH = argparse.BooleanOptionalAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, serve; returns the exit code. What can be refused without a model is refused at once."""
+    """Parse, check, serve or plan; returns the exit code. What can be refused without a model is refused at once."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
+    given = sys.argv[1:] if argv is None else argv
     try:
-        args = parse_arguments(sys.argv[1:] if argv is None else argv)
+        args = parse_arguments(given)
         config = engine_config(args)
-    except ConfigError as error:
-        return report_start_failure(CoreFailed("invalid_config", str(error)))
+        if args.command == "plan":
+            return plan(config, tokens_per_request=args.tokens_per_request, as_json=args.json)
+    except (ConfigError, DeviceLedgerError) as error:
+        code = report_start_failure(CoreFailed(start_error_kind(error), str(error)))
+        return _BAD_INPUT if "plan" in given[:1] and isinstance(error, ConfigError) else code
     return serve(config, host=args.host, port=args.port, step_log=args.step_log)
 
 
@@ -94,6 +109,12 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--seed", type=int, help="for dummy weights, and for requests that bring none" + _DEFAULT)
     add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind, count:N or a list a core: 0-3|4-7" + _DEFAULT)
     command.set_defaults(**{field.name: field.default for field in fields(EngineConfig) if field.name != "model"})
+    plan_text = "say what a start with the same flags would do with the memory"
+    planning = commands.add_parser("plan", help=plan_text, parents=[command], add_help=False, allow_abbrev=False)
+    planning.add_argument(
+        "--tokens-per-request", type=_size, metavar="TOKENS", help="how many such requests fit at once"
+    )
+    planning.add_argument("--json", action="store_true", help="write the calculation as JSON")
     return parser, command
 
 

@@ -268,7 +268,7 @@ def core_main(
     try:
         engine = load_executor(executor, config)
     except (ConfigError, DeviceLedgerError) as error:
-        _fail(channel, CoreFailed(_start_error_kind(error), str(error)))
+        _fail(channel, CoreFailed(start_error_kind(error), str(error)))
     except Exception as error:
         logger.exception("the core cannot start")
         kind = _failure_kind(error, out_of_memory="oom_startup")
@@ -321,7 +321,8 @@ def _fail(channel: Channel, failure: CoreFailed) -> NoReturn:
     sys.exit(1)
 
 
-def _start_error_kind(error: ConfigError | DeviceLedgerError) -> str:
+def start_error_kind(error: ConfigError | DeviceLedgerError) -> str:
+    """The failure class of what keeps an engine from starting."""
     if isinstance(error, DeviceLedgerError):
         return "infrastructure"
     if isinstance(error, NoKvMemoryError):
