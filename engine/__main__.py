@@ -1,6 +1,7 @@
 """The engine's command line: `python -m engine serve MODEL --max-num-seqs 64 …`, with vLLM's flag names.
 
 `python -m engine plan` takes the same flags and says what such a start would do with the memory.
+`python -m engine replay FILE` holds the scheduler against recorded decisions of vLLM's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from engine.device_ledger import DeviceLedgerError
 from engine.executor.law import law_names
 from engine.launch import report_start_failure, serve
 from engine.plan import plan
+from engine.replay import TraceFileError, read_traces, replay_file
 from engine.step_log import COLUMNS
 
 _DEFAULT = " (default: %(default)s)"
@@ -34,12 +36,14 @@ _SWITCH = argparse.BooleanOptionalAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, check, serve or plan; returns the exit code. What can be refused without a model is refused at once."""
+    """Parse, check, and serve, plan or replay; returns the exit code. What needs no model is refused at once."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
     given = sys.argv[1:] if argv is None else argv
     try:
         args = parse_arguments(given)
+        if args.command == "replay":
+            return replay_traces(args.file, as_json=args.json)
         config = engine_config(args)
         if args.command == "plan":
             return plan(config, tokens_per_request=args.tokens_per_request, as_json=args.json)
@@ -47,6 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = report_start_failure(CoreFailed(start_error_kind(error), str(error)))
         return _BAD_INPUT if "plan" in given[:1] and isinstance(error, ConfigError) else code
     return serve(config, host=args.host, port=args.port, step_log=args.step_log)
+
+
+def replay_traces(path: Path, *, as_json: bool) -> int:
+    """Say where our scheduler parts from recorded decisions; 0 if nowhere, 1 if somewhere, 2 for an unreadable file."""
+    try:
+        report = replay_file(read_traces(path))
+    except TraceFileError as error:
+        sys.stderr.write(f"{error}\n")
+        return _BAD_INPUT
+    sys.stdout.write(f"{report.to_json() if as_json else report}\n")
+    return 1 if report.differences else 0
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -57,7 +72,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser, serve_parser = build_parsers()
     args = parser.parse_args(argv)
-    if args.config is None:
+    if args.command == "replay" or args.config is None:
         return args
     command, *given = argv
     return parser.parse_args([command, *flags_of_file(args.config, serve_parser), *given])
@@ -87,7 +102,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="most tokens of a request, outputs too (default: the model's)",
     )
     add("--enable-chunked-prefill", action=_SWITCH, help="whether a prompt may be split over steps" + _DEFAULT)
-    add("--enable-prefix-caching", action=_SWITCH, help="share equal prefixes; not built yet" + _DEFAULT)
+    add("--enable-prefix-caching", action=_SWITCH, help="share the KV blocks of equal prefixes" + _DEFAULT)
     add("--max-num-scheduled-tokens", type=_size, metavar="TOKENS", help="most tokens of a step (default: the budget)")
     add("--long-prefill-token-threshold", type=_size, metavar="TOKENS", help="most of one prompt a step; 0: any")
     add("--max-num-active-seqs", type=_size, metavar="N", help="most running at once (default: max-num-seqs)")
@@ -108,6 +123,11 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add("--load-format", help="safetensors, dummy or auto" + _DEFAULT)
     add("--seed", type=int, help="for dummy weights, and for requests that bring none" + _DEFAULT)
     add("--cpu-omp-threads-bind", metavar="CPUS", help="auto, nobind, count:N or a list a core: 0-3|4-7" + _DEFAULT)
+    replay = commands.add_parser("replay", help="compare the scheduler with recorded decisions of vLLM's")
+    replay.add_argument(
+        "file", type=Path, metavar="FILE", help="traces, such as tests/golden/vllm-scheduler-traces.json"
+    )
+    replay.add_argument("--json", action="store_true", help="write the outcome as JSON")
     command.set_defaults(**{field.name: field.default for field in fields(EngineConfig) if field.name != "model"})
     plan_text = "say what a start with the same flags would do with the memory"
     planning = commands.add_parser("plan", help=plan_text, parents=[command], add_help=False, allow_abbrev=False)

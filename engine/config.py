@@ -78,7 +78,7 @@ class EngineConfig:
     """Whether a prompt may be split over several steps."""
 
     enable_prefix_caching: bool = False
-    """Whether requests share the KV blocks of equal prefixes. Not built yet: only False is accepted."""
+    """Whether requests share the KV blocks of equal prefixes."""
 
     max_num_scheduled_tokens: int | None = None
     """Most tokens a step schedules, where that is to be below `max_num_batched_tokens`, which sizes the buffers; None
@@ -165,8 +165,6 @@ class EngineConfig:
                 "a decode step needs one token per running request; raise the budget or lower the sequences"
             )
         self._check_scheduling()
-        if self.enable_prefix_caching:
-            raise ConfigError("enable_prefix_caching=True: this engine has no prefix caching yet; leave it off")
         _require_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         split_device(self.device)
@@ -239,14 +237,18 @@ def check_against_model(config: EngineConfig, *, max_model_len: int) -> list[str
         max_model_len: the length in force, asked for or the model's own. Unit: tokens.
 
     Raises:
-        ConfigError: with chunked prefill off and a budget one whole prompt does not fit into.
+        ConfigError: with chunked prefill off and a step that one whole prompt does not fit into.
     """
     budget = config.max_num_batched_tokens
-    if not config.enable_chunked_prefill and budget < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens={budget} is below max_model_len={max_model_len} with chunked prefill off: "
-            "a whole prompt must fit one step; raise the budget, lower max_model_len or turn chunked prefill on"
-        )
+    for name, most in (
+        ("max_num_batched_tokens", budget),
+        ("max_num_scheduled_tokens", config.max_num_scheduled_tokens),
+    ):
+        if not config.enable_chunked_prefill and most is not None and most < max_model_len:
+            raise ConfigError(
+                f"{name}={most} is below max_model_len={max_model_len} with chunked prefill off: "
+                "a whole prompt must fit one step; raise it, lower max_model_len or turn chunked prefill on"
+            )
     most = config.max_num_seqs * max_model_len
     if budget > most:
         return [

@@ -25,7 +25,7 @@ from engine.config import ConfigError, EngineConfig, OutOfDeviceMemoryError, Res
 from engine.device_ledger import DeviceLedgerError
 from engine.memory import NoKvMemoryError, NotEnoughMemoryError
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import RequestRefusedError, Scheduler, refusal
+from engine.scheduler import RequestRefusedError, Scheduler, SchedulerConfig, refusal
 from engine.step import StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Core:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._scheduler = Scheduler(executor.resolved)
+        self._scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
 
     @property
     def has_work(self) -> bool:
@@ -189,7 +189,7 @@ class Core:
                 self._scheduler.abort(request_id)
                 return None
             case ResetPrefixCache():
-                return PrefixCacheReset(done=False)
+                return PrefixCacheReset(done=self._scheduler.reset_prefix_cache())
             case _:
                 return Refused(None, f"the core knows no message {message!r:.200}")
 
@@ -224,8 +224,8 @@ class Core:
             num_waiting=scheduler.num_waiting,
             kv_cache_usage=scheduler.kv_cache_usage,
             num_preemptions=scheduler.num_preemptions,
-            num_prefix_queries_tokens=0,
-            num_prefix_hits_tokens=0,
+            num_prefix_queries_tokens=scheduler.num_prefix_queries_tokens,
+            num_prefix_hits_tokens=scheduler.num_prefix_hits_tokens,
         )
 
     def _add(self, new: Submit) -> Refused | None:

@@ -96,6 +96,15 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens found in the prefix cache at the last admission. Unit: tokens."""
 
+    block_digests: list[bytes] = field(default_factory=list)
+    """Names of its full blocks in the prefix cache, as far as `KvBlocks` has needed them."""
+
+    needs_history: bool = field(init=False)
+    """Whether drawing a token looks at all tokens so far."""
+
+    def __post_init__(self) -> None:
+        self.needs_history = self.sampling.has_penalties
+
     @property
     def num_known_tokens(self) -> int:
         """Prompt and outputs so far: what computation has to catch up with. Unit: tokens."""

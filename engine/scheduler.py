@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from engine.config import ResolvedConfig
 from engine.kv_blocks import KvBlocks
@@ -16,11 +17,69 @@ from engine.step import ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
 
 class RequestRefusedError(ValueError):
-    """A request that can never run; the message says what it needs and what there is."""
+    """A request that cannot be taken in; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler decides by: limits and sizes in force, defaults and shares resolved."""
+
+    max_num_seqs: int
+    """Most requests running at once. Unit: requests."""
+
+    max_num_scheduled_tokens: int
+    """Token budget of one step. Unit: tokens."""
+
+    max_known_tokens: int
+    """A request ends with `length` when it knows this many, prompt and outputs together. Unit: tokens."""
+
+    num_blocks: int
+    """KV blocks, all of them usable. Unit: blocks."""
+
+    block_size: int
+    """Tokens that one KV block holds. Unit: tokens."""
+
+    watermark_blocks: int = 0
+    """Blocks that admission leaves free for requests that run already. Unit: blocks."""
+
+    long_prefill_token_threshold: int = 0
+    """Most tokens a step takes of one request while others run or wait; 0 is no limit. Unit: tokens."""
+
+    reserve_full_isl: bool = True
+    """Whether all known tokens of a request must fit the free blocks to admit it, not only its next chunk."""
+
+    enable_chunked_prefill: bool = True
+    """Whether the budget may split a prompt over several steps."""
+
+    enable_prefix_caching: bool = False
+    """Whether requests share the KV blocks of equal prefixes."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an output unless the request ignores them."""
+
+    @classmethod
+    def from_resolved(cls, resolved: ResolvedConfig) -> Self:
+        """The part of an engine's values that the scheduler needs."""
+        asked = resolved.asked
+        # The last token drawn needs no KV, so a request may know one token more than the cache holds. vLLM does not
+        # start where a request of max_model_len outgrows the cache; here it ends with `length`, and hangs nobody.
+        most_in_cache = resolved.num_gpu_blocks * asked.block_size + 1
+        return cls(
+            max_num_seqs=asked.max_num_active_seqs or asked.max_num_seqs,
+            max_num_scheduled_tokens=asked.max_num_scheduled_tokens or asked.max_num_batched_tokens,
+            max_known_tokens=min(resolved.max_model_len, most_in_cache),
+            num_blocks=resolved.num_gpu_blocks,
+            block_size=asked.block_size,
+            watermark_blocks=int(asked.watermark * resolved.num_gpu_blocks),
+            long_prefill_token_threshold=asked.long_prefill_token_threshold,
+            reserve_full_isl=asked.scheduler_reserve_full_isl,
+            enable_chunked_prefill=asked.enable_chunked_prefill,
+            enable_prefix_caching=asked.enable_prefix_caching,
+            eos_token_ids=resolved.eos_token_ids,
+        )
+
+
+class TokenOutput(NamedTuple):
     """One new token of a request, and, with its last one, why it ended."""
 
     request_id: str
@@ -29,19 +88,48 @@ class TokenOutput:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSnapshot:
+    """How the books stand between two steps."""
+
+    running: tuple[tuple[str, int], ...]
+    """Request id and computed tokens, in order of admission."""
+
+    waiting: tuple[str, ...]
+    """Request ids, the next to be admitted first."""
+
+    free_block_ids: tuple[int, ...]
+    """Blocks nobody holds, the next to be handed out first."""
+
+    cached_free_block_ids: tuple[int, ...]
+    """Those of them that still hold a cached prefix, in the same order."""
+
+
 @dataclass(slots=True)
 class _Step:
     """A step while it is being planned."""
 
     budget_tokens: int
+    """Tokens the step may still take."""
+
+    most_tokens: int
+    """Most of them for one request."""
+
+    requests: list[Request] = field(default_factory=list)
     scheduled: list[ScheduledRequest] = field(default_factory=list)
+    """What of each of `requests` is computed, in the same order."""
+
     admitted: list[str] = field(default_factory=list)
     resumed: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
 
 
 def refusal(config: ResolvedConfig, num_prompt_tokens: int) -> str | None:
-    """Why a prompt of this length can never run, with both numbers; None if it can."""
+    """Why a prompt of this length can never run, with both numbers; None if it can.
+
+    To be asked before a request is added: the scheduler itself refuses no length, and a prompt that never fits blocks
+    all behind it (so does vLLM's, whose front end refuses as well).
+    """
     if num_prompt_tokens < 1:
         return "the prompt is empty: a request needs at least 1 prompt token"
     if num_prompt_tokens >= config.max_model_len:
@@ -65,18 +153,26 @@ class Scheduler:
     served, with preempted requests at its head.
     """
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._chunked = config.asked.enable_chunked_prefill
-        self._max_num_seqs = config.asked.max_num_seqs
-        self._blocks = KvBlocks(num_blocks=config.num_gpu_blocks, block_size=config.asked.block_size)
-        # The last token drawn needs no KV, so a request may know one token more than the cache holds.
-        self._max_known_tokens = min(config.max_model_len, config.num_gpu_blocks * config.asked.block_size + 1)
+        self._blocks = KvBlocks(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._in_flight: tuple[ScheduledRequest, ...] = ()
+        self._in_flight: _Step | None = None
         self.num_preemptions = 0
+        """Preemptions since the start."""
+
+        self.num_prefix_queries_tokens = 0
+        """Known tokens of the requests admitted since the start, if they were looked up in the prefix cache. As in vLLM
+        (`PrefixCacheStats`), what is looked up again after a preemption does not count. Unit: tokens."""
+
+        self.num_prefix_hits_tokens = 0
+        """Those of them that were found. Unit: tokens."""
 
     @property
     def num_running(self) -> int:
@@ -90,18 +186,20 @@ class Scheduler:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the KV blocks in use, from 0 to 1."""
+        """Share of the KV blocks that requests hold, from 0 to 1; cached prefixes nobody uses do not count."""
         return self._blocks.usage
 
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no request holds. Unit: blocks."""
+        return self._blocks.num_free
+
     def add(self, request: Request) -> None:
-        """Queue a request behind all others.
+        """Queue a request behind all others. It is one that `refusal` has nothing against.
 
         Raises:
-            RequestRefusedError: if it can never run.
+            RequestRefusedError: if another of that id is not finished yet.
         """
-        reason = refusal(self._config, len(request.prompt_token_ids))
-        if reason is not None:
-            raise RequestRefusedError(reason)
         if request.request_id in self._requests:
             raise RequestRefusedError(f"request id {request.request_id!r} is in use: ids must be unique")
         self._requests[request.request_id] = request
@@ -119,15 +217,23 @@ class Scheduler:
         self._waiting = deque(item for item in self._waiting if item is not request)
         self._running = [item for item in self._running if item is not request]
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing changes, while any request holds KV blocks."""
+        return self._blocks.reset_prefix_cache()
+
     def schedule(self) -> StepPlan:
-        """Plan the next step; empty only when there is no request."""
-        step = _Step(self._config.asked.max_num_batched_tokens)
+        """Plan the next step; empty only when there is no request that fits."""
+        config = self._config
+        budget_tokens = most_tokens = config.max_num_scheduled_tokens
+        if config.long_prefill_token_threshold and len(self._running) + len(self._waiting) > 1:
+            most_tokens = config.long_prefill_token_threshold
+        step = _Step(budget_tokens, most_tokens)
         self._schedule_running(step)
         if not step.preempted:
             self._admit_waiting(step)
-        self._in_flight = tuple(step.scheduled)
+        self._in_flight = step
         return StepPlan(
-            scheduled=self._in_flight,
+            scheduled=tuple(step.scheduled),
             admitted=tuple(step.admitted),
             resumed=tuple(step.resumed),
             preempted=tuple(step.preempted),
@@ -139,21 +245,36 @@ class Scheduler:
         Blocks of requests that end here are free for the next step.
         """
         outputs: list[TokenOutput] = []
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return outputs
+        sampled, logprobs = result.sampled_token_ids, result.logprobs
         any_finished = False
-        for item in self._in_flight:
-            request = self._requests.get(item.request_id)
-            if request is None:
+        for request, item in zip(step.requests, step.scheduled, strict=True):
+            if request.state is RequestState.FINISHED:
                 continue  # aborted while the step ran
             request.num_computed_tokens += len(item.token_ids)
-            if item.samples:
-                token_id = result.sampled_token_ids[item.request_id]
-                output = self._append(request, token_id, result.logprobs.get(item.request_id))
-                any_finished = any_finished or output.finish_reason is not None
-                outputs.append(output)
-        self._in_flight = ()
+            if not item.samples:
+                continue
+            token_id = sampled[item.request_id]
+            request.output_token_ids.append(token_id)
+            reason = self._finish_reason(request, token_id)
+            if reason is not None:
+                self._finish(request, reason)
+                any_finished = True
+            outputs.append(TokenOutput(item.request_id, token_id, reason, logprobs.get(item.request_id)))
         if any_finished:
             self._running = [request for request in self._running if request.state is RequestState.RUNNING]
         return outputs
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """How the books stand between two steps."""
+        return SchedulerSnapshot(
+            running=tuple((request.request_id, request.num_computed_tokens) for request in self._running),
+            waiting=tuple(request.request_id for request in self._waiting),
+            free_block_ids=self._blocks.free_ids(),
+            cached_free_block_ids=self._blocks.cached_free_ids(),
+        )
 
     def check_integrity(self) -> None:
         """Check, between steps, that the books agree: blocks, tables, states and limits.
@@ -162,38 +283,44 @@ class Scheduler:
             AssertionError: naming what disagrees.
         """
         self._blocks.check_integrity()
-        held = sum(len(self._blocks.table(request.request_id)) for request in self._running)
-        if held != self._blocks.num_blocks - self._blocks.num_free:
-            raise AssertionError(f"running requests hold {held} blocks, {self._blocks.num_free} are free: some leaked")
+        held = {block for request in self._running for block in self._blocks.table(request.request_id)}
+        if len(held) != self._blocks.num_blocks - self._blocks.num_free:
+            raise AssertionError(
+                f"running requests hold {len(held)} of {self._blocks.num_blocks} blocks, {self._blocks.num_free} "
+                "are free: some leaked"
+            )
         for request in self._running:
             expected = self._blocks.blocks_for(request.num_computed_tokens)
             if len(self._blocks.table(request.request_id)) != expected:
                 raise AssertionError(f"{request.request_id} must hold {expected} blocks: {request}")
-        if len(self._running) > self._max_num_seqs:
-            raise AssertionError(f"{len(self._running)} running requests pass max_num_seqs={self._max_num_seqs}")
+        if len(self._running) > self._config.max_num_seqs:
+            raise AssertionError(f"{len(self._running)} running requests pass max_num_seqs={self._config.max_num_seqs}")
         if len(self._requests) != len(self._running) + len(self._waiting):
             raise AssertionError("every request is either running or waiting")
 
     def _schedule_running(self, step: _Step) -> None:
         """Walk the running list in admission order until the token budget is spent."""
+        running = self._running
         index = 0
-        while index < len(self._running) and step.budget_tokens > 0:
-            request = self._running[index]
-            num_tokens = min(request.num_known_tokens - request.num_computed_tokens, step.budget_tokens)
-            if not self._make_room(request, num_tokens, step):
+        while index < len(running) and step.budget_tokens > 0:
+            request = running[index]
+            start = request.num_computed_tokens
+            num_tokens = min(request.num_known_tokens - start, step.most_tokens, step.budget_tokens)
+            table = self._make_room(request, start + num_tokens, step)
+            if table is None:
                 return
-            self._put(request, num_tokens, step)
+            self._put(request, start, start + num_tokens, table, step)
             index += 1
 
-    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
-        """Get blocks for `num_tokens` more, preempting from the end of the running list; False if it took `request`."""
-        while not self._blocks.try_grow(request.request_id, request.num_computed_tokens + num_tokens):
+    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> tuple[int, ...] | None:
+        """Get blocks up to `num_tokens`, preempting from the end of the running list; None if that took `request`."""
+        while (table := self._blocks.try_grow(request, num_tokens)) is None:
             victim = self._running.pop()
             self._preempt(victim)
             step.preempted.append(victim.request_id)
             if victim is request:
-                return False
-        return True
+                return None
+        return table
 
     def _preempt(self, victim: Request) -> None:
         """Free the victim's blocks and queue it first; its outputs stay and will be recomputed with the prompt."""
@@ -206,61 +333,70 @@ class Scheduler:
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit from the head of the waiting queue; the first request that does not fit ends it."""
-        while self._waiting and step.budget_tokens > 0 and len(self._running) < self._max_num_seqs:
+        config, blocks = self._config, self._blocks
+        while self._waiting and step.budget_tokens > 0 and len(self._running) < config.max_num_seqs:
             request = self._waiting[0]
             num_known = request.num_known_tokens
-            if num_known > step.budget_tokens and not self._chunked:
-                return
-            # All known tokens must fit what is free now, not only this step's chunk; nothing is set aside for later.
-            if self._blocks.blocks_for(num_known) > self._blocks.num_free:
+            prefix = blocks.cached_prefix(request)
+            start = len(prefix) * config.block_size
+            num_tokens = min(num_known - start, step.most_tokens)
+            if num_tokens > step.budget_tokens:
+                if not config.enable_chunked_prefill:
+                    return
+                num_tokens = step.budget_tokens
+            # What is free now is compared; nothing is set aside for the later chunks of those that run.
+            num_to_hold = num_known if config.reserve_full_isl else start + num_tokens
+            num_spare = config.watermark_blocks if self._running else 0
+            if blocks.num_needed(num_to_hold, prefix) + num_spare > blocks.num_free:
                 return
             self._waiting.popleft()
-            self._running.append(request)
-            (step.admitted if request.state is RequestState.WAITING else step.resumed).append(request.request_id)
-            request.state = RequestState.RUNNING
-            num_tokens = min(num_known, step.budget_tokens)
-            self._blocks.try_grow(request.request_id, num_tokens)
-            self._put(request, num_tokens, step)
+            self._admit(request, prefix, step)
+            table = blocks.try_grow(request, start + num_tokens)
+            if table is None:
+                raise AssertionError(f"{request.request_id} was admitted without blocks for {num_tokens} tokens")
+            self._put(request, start, start + num_tokens, table, step)
 
-    def _put(self, request: Request, num_tokens: int, step: _Step) -> None:
-        """Put the next `num_tokens` of a request, whose blocks it already holds, into the step."""
-        start = request.num_computed_tokens
-        stop = start + num_tokens
+    def _admit(self, request: Request, prefix: tuple[int, ...], step: _Step) -> None:
+        """Let a request run whose cached prefix counts as computed."""
+        self._running.append(request)
+        (step.admitted if request.state is RequestState.WAITING else step.resumed).append(request.request_id)
+        request.state = RequestState.RUNNING
+        request.num_computed_tokens = request.num_cached_tokens = len(prefix) * self._config.block_size
+        self._blocks.begin(request, prefix)
+        if self._config.enable_prefix_caching and request.num_preemptions == 0:
+            self.num_prefix_queries_tokens += request.num_known_tokens
+            self.num_prefix_hits_tokens += request.num_cached_tokens
+
+    def _put(self, request: Request, start: int, stop: int, table: tuple[int, ...], step: _Step) -> None:
+        """Put a request's tokens [start, stop), for which `table` has room, into the step."""
+        outputs = request.output_token_ids
         samples = stop == request.num_known_tokens
-        needs_history = samples and request.sampling.has_penalties
-        step.budget_tokens -= num_tokens
+        needs_history = samples and request.needs_history
+        step.budget_tokens -= stop - start
+        step.requests.append(request)
         step.scheduled.append(
+            # By position, which takes half the time that names take.
             ScheduledRequest(
-                request_id=request.request_id,
-                token_ids=request.known_tokens(start, stop),
-                start=start,
-                block_ids=self._blocks.table(request.request_id),
-                samples=samples,
-                output_index=len(request.output_token_ids),
-                sampling=request.sampling,
-                prompt_token_ids=request.prompt_token_ids if needs_history else (),
-                output_token_ids=tuple(request.output_token_ids) if needs_history else (),
+                request.request_id,
+                (outputs[-1],) if samples and stop - start == 1 and outputs else request.known_tokens(start, stop),
+                start,
+                table,
+                samples,
+                len(outputs),
+                request.sampling,
+                request.prompt_token_ids if needs_history else (),
+                tuple(outputs) if needs_history else (),
             )
         )
-
-    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        """Give a request its next token and end it if that was its last."""
-        request.output_token_ids.append(token_id)
-        reason = self._finish_reason(request, token_id)
-        if reason is not None:
-            self._finish(request, reason)
-        return TokenOutput(request.request_id, token_id, reason, logprobs)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         """Whether this token is the request's last: tokens that stop it first, then the limits on length."""
         sampling = request.sampling
+        num_outputs = len(request.output_token_ids)
         is_eos = token_id in self._config.eos_token_ids and not sampling.ignore_eos
-        may_stop = len(request.output_token_ids) >= sampling.min_tokens
-        if may_stop and (is_eos or token_id in sampling.stop_token_ids):
+        if (is_eos or token_id in sampling.stop_token_ids) and num_outputs >= sampling.min_tokens:
             return FinishReason.STOP
-        if request.num_known_tokens >= self._max_known_tokens:
-            return FinishReason.LENGTH
-        if len(request.output_token_ids) >= sampling.max_tokens:
+        if num_outputs >= sampling.max_tokens or request.num_known_tokens >= self._config.max_known_tokens:
             return FinishReason.LENGTH
         return None
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from engine.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class ScheduledRequest:
-    """One request's share of a step: compute `token_ids` at positions [start, start + len(token_ids))."""
+    """One request's share of a step: compute `token_ids` at positions [start, start + len(token_ids)).
+
+    Nobody changes one once it is made; it is not frozen only because a step makes one for every running request, and a
+    frozen one takes several times as long.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]

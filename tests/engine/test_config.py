@@ -54,7 +54,6 @@ def test_a_budget_below_the_sequences_is_refused_with_both_numbers() -> None:
         ("device", "cpu:-1"),
         ("device", "cuda:one"),
         ("load_format", "pickled"),
-        ("enable_prefix_caching", True),
     ],
 )
 def test_values_that_can_never_work_are_refused_by_key_and_value(name: str, value: object) -> None:
@@ -98,6 +97,11 @@ def test_chunked_prefill_off_needs_a_budget_of_one_whole_prompt() -> None:
     short = EngineConfig(model="m", max_num_batched_tokens=parse_size("16k"), enable_chunked_prefill=False)
     with pytest.raises(ConfigError, match=r"(?s)16000.*16384"):
         check_against_model(short, max_model_len=parse_size("16K"))
+    narrowed = EngineConfig(
+        model="m", max_num_batched_tokens=4096, max_num_scheduled_tokens=1000, enable_chunked_prefill=False
+    )
+    with pytest.raises(ConfigError, match="max_num_scheduled_tokens=1000 is below max_model_len=2048"):
+        check_against_model(narrowed, max_model_len=2048)
 
 
 @pytest.mark.parametrize(

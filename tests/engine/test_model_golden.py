@@ -37,7 +37,7 @@ from engine.models.config import read_model_config
 from engine.models.llama import Decoder
 from engine.models.weights import Checkpoint, load_weights
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step import ScheduledRequest, StepPlan
 
 VOCAB = 128
@@ -210,7 +210,7 @@ def _serve(golden: Golden, **changes: Any) -> tuple[list[list[int]], int]:
     """Greedy outputs of all prompts, and how often a request was preempted."""
     asked = {"device": "cpu", "device_memory_bytes": 2**30, "num_gpu_blocks_override": 200, "max_model_len": 128}
     executor = TorchExecutor(EngineConfig(model=str(golden.folder), **{**asked, **changes}))
-    scheduler = Scheduler(executor.resolved)
+    scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     sampling = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0, ignore_eos=True)
     for index, prompt in enumerate(golden.prompts):
         scheduler.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))

@@ -21,7 +21,7 @@ from engine.executor.simulated import SimulatedExecutor
 from engine.memory import NoKvMemoryError, NotEnoughMemoryError
 from engine.models.folder import model_folder
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.stats import ServerStats
 from engine.tokenizer import TextTokenizer
 from tests.fakes.cores import Talk
@@ -76,7 +76,7 @@ def closed_loop(config: EngineConfig, *, load: int, prompt: int, output: int, re
     """Keep `load` requests in the engine until `requests` are done: scheduler and executor, no process, no waiting."""
     clock = VirtualClock()
     executor = SimulatedExecutor(config, clock=clock)
-    scheduler = Scheduler(executor.resolved)
+    scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     sampling = SamplingParams(max_tokens=output, ignore_eos=True)
     to_send = iter(
         [Request(request_id=str(n), prompt_token_ids=(7,) * prompt, sampling=sampling) for n in range(requests)]
@@ -110,7 +110,7 @@ def test_an_hour_of_serving_costs_nobody_an_hour(tmp_path: Path) -> None:
     law = linear_law() | {"step_time": {"combine": "sum", "base_s": 60.0}}
     clock = VirtualClock()
     executor = SimulatedExecutor(asked(written(tmp_path, law)), clock=clock)
-    scheduler = Scheduler(executor.resolved)
+    scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     scheduler.add(
         Request(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=60, ignore_eos=True))
     )
@@ -214,7 +214,7 @@ def test_oversleeping_does_not_add_up(tmp_path: Path) -> None:
     law = linear_law() | {"step_time": {"combine": "sum", "base_s": 0.01}}
     clock = OversleepingClock()
     executor = SimulatedExecutor(asked(written(tmp_path, law)), clock=clock)
-    scheduler = Scheduler(executor.resolved)
+    scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     scheduler.add(
         Request(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=100, ignore_eos=True))
     )
@@ -228,7 +228,7 @@ def test_a_late_engine_runs_late_and_does_not_hurry_after(tmp_path: Path) -> Non
     law = linear_law() | {"step_time": {"combine": "sum", "base_s": 0.01}}
     clock = VirtualClock()
     executor = SimulatedExecutor(asked(written(tmp_path, law)), clock=clock)
-    scheduler = Scheduler(executor.resolved)
+    scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     ends = []
     for name, wait_s in (("a", 5.0), ("b", 0.0)):
         clock.wait_until(clock.now_s() + 1.0)  # idle
@@ -258,7 +258,7 @@ def test_made_up_tokens_are_text_and_replay(tmp_path: Path) -> None:
 
     def tokens(engine_seed: int, request_seed: int | None) -> list[int]:
         executor = SimulatedExecutor(asked(path, seed=engine_seed), clock=VirtualClock())
-        scheduler = Scheduler(executor.resolved)
+        scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
         sampling = SamplingParams(max_tokens=600, seed=request_seed)
         scheduler.add(Request(request_id="a", prompt_token_ids=(1, 2, 3), sampling=sampling))
         drawn = []
@@ -277,7 +277,7 @@ def test_made_up_tokens_are_text_and_replay(tmp_path: Path) -> None:
 def test_a_made_up_token_is_certain(tmp_path: Path) -> None:
     """A client that asks for log-probabilities gets them, and they claim no likelihood that nobody computed."""
     executor = SimulatedExecutor(asked(written(tmp_path, linear_law())), clock=VirtualClock())
-    scheduler = Scheduler(executor.resolved)
+    scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     sampling = SamplingParams(max_tokens=1, num_logprobs=3)
     scheduler.add(Request(request_id="a", prompt_token_ids=(1,), sampling=sampling))
     (token,) = scheduler.commit(executor.execute(scheduler.schedule()))

@@ -17,7 +17,7 @@ from engine.models.families import FAMILIES
 from engine.models.folder import model_folder
 from engine.models.weights import Checkpoint, Dummy, ModelWeights, load_weights
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, SchedulerConfig
 
 CPU = torch.device("cpu")
 CONFIG = read_model_config(model_folder("embedded"))
@@ -189,7 +189,7 @@ def test_made_up_weights_serve_every_family(tmp_path: Path, architecture: str) -
         device_memory_bytes=2**28,
     )
     executor = TorchExecutor(config)
-    scheduler = Scheduler(executor.resolved)
+    scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     scheduler.add(Request(request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling))
     outputs = set()
