@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.executor.clock import VirtualClock
 from engine.executor.simulated import SimulatedExecutor
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step import StepResult
 
 
@@ -18,7 +18,8 @@ def scheduler_step_ms(*, running: int, prompt_tokens: int = 128, steps: int = 30
     config = EngineConfig(
         model="embedded", executor="simulated", law="h100-8b", max_num_seqs=running, max_num_batched_tokens=8192
     )
-    scheduler = Scheduler(SimulatedExecutor(config, clock=VirtualClock()).resolved)
+    resolved = SimulatedExecutor(config, clock=VirtualClock()).resolved
+    scheduler = Scheduler(SchedulerConfig.from_resolved(resolved))
     sampling = SamplingParams(max_tokens=10 * steps, ignore_eos=True)
     for index in range(running):
         prompt = tuple((index + position) % 256 for position in range(prompt_tokens))
