@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kernels.reference import Gather, kv_write, paged_attention
+from kernels.cpu_attention import AttentionPlan, cpu_attention, plan_attention
+from kernels.reference import kv_write, paged_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,23 @@ class AttentionInputs:
     query_starts: Tensor
     """(R + 1,) int32: request r's tokens are rows [query_starts[r], query_starts[r + 1])."""
 
-    gathers: Mapping[int | None, tuple[Gather, ...]]
-    """The reference kernels' plan for those tables and lengths, by the window of the layers it is for."""
+    cpu_plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+    """By window: what the first layer of that window planned on a CPU, for the layers after it."""
+
+    def cpu_plan(self, key_cache: Tensor, *, num_heads: int, window: int | None) -> AttentionPlan:
+        """How layers of this window compute the step; all have caches of equal shape."""
+        plan = self.cpu_plans.get(window)
+        if plan is None:
+            plan = plan_attention(
+                self.block_tables,
+                self.context_lens,
+                self.query_starts,
+                key_cache=key_cache,
+                num_heads=num_heads,
+                window=window,
+            )
+            self.cpu_plans[window] = plan
+        return plan
 
 
 def attend(
@@ -52,14 +67,8 @@ def attend(
     """
     key_cache, value_cache = kv_cache.unbind()
     kv_write(key, value, key_cache, value_cache, inputs.slots)
-    return paged_attention(
-        query,
-        key_cache,
-        value_cache,
-        inputs.block_tables,
-        inputs.context_lens,
-        inputs.query_starts,
-        scale,
-        window,
-        inputs.gathers[window],
-    )
+    if query.is_cpu:
+        plan = inputs.cpu_plan(key_cache, num_heads=query.shape[1], window=window)
+        return cpu_attention(query, key_cache, value_cache, scale, plan)
+    tables, lens, starts = inputs.block_tables, inputs.context_lens, inputs.query_starts
+    return paged_attention(query, key_cache, value_cache, tables, lens, starts, scale, window)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from engine.attention import AttentionInputs
 from engine.step import ScheduledRequest, StepPlan
-from kernels.reference import plan_gathers
 
 
 class StagedBuffer:
@@ -66,13 +64,9 @@ class BatchBuffers:
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
-        windows: AbstractSet[int | None],
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._block_size = block_size
-        self._windows = windows
-        self._dtype = dtype
         tokens, columns = (max_num_batched_tokens,), -(-max_model_len // block_size)
         self._token_ids = StagedBuffer(tokens, torch.int64, device)
         self._positions = StagedBuffer(tokens, torch.int64, device)
@@ -110,31 +104,14 @@ class BatchBuffers:
         return Batch(
             token_ids=self._token_ids.send(num_tokens),
             positions=self._positions.send(num_tokens),
-            attention=self._attention_inputs(num_tokens, num_requests, columns),
+            attention=AttentionInputs(
+                slots=self._slots.send(num_tokens),
+                block_tables=self._block_tables.send(num_requests, columns),
+                context_lens=self._context_lens.send(num_requests),
+                query_starts=self._query_starts.send(num_requests + 1),
+            ),
             sampled_rows=self._sampled_rows.send(len(sampling)),
             sampled=tuple(scheduled[index] for index in sampling),
-        )
-
-    def _attention_inputs(self, num_tokens: int, num_requests: int, columns: int) -> AttentionInputs:
-        block_tables = self._block_tables.send(num_requests, columns)
-        context_lens = self._context_lens.send(num_requests)
-        query_starts = self._query_starts.send(num_requests + 1)
-        return AttentionInputs(
-            slots=self._slots.send(num_tokens),
-            block_tables=block_tables,
-            context_lens=context_lens,
-            query_starts=query_starts,
-            gathers={
-                window: plan_gathers(
-                    block_tables,
-                    context_lens,
-                    query_starts,
-                    block_size=self._block_size,
-                    dtype=self._dtype,
-                    window=window,
-                )
-                for window in self._windows
-            },
         )
 
     def _fill_block_tables(self, scheduled: Sequence[ScheduledRequest]) -> int:

@@ -129,8 +129,6 @@ class ModelRunner:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=plan.max_model_len,
             block_size=config.block_size,
-            windows=set(model.layer_windows),
-            dtype=dtype,
             device=plan.device,
         )
 
@@ -182,7 +180,8 @@ class ModelRunner:
         next.
         """
         few_layers = self._decoder.one_layer_of_each_kind()
-        kv_cache = self.allocate_kv(1, num_layers=few_layers.config.num_layers)
+        one_request = self._kv_layout().blocks_for(self._plan.max_model_len)
+        kv_cache = self.allocate_kv(one_request, num_layers=few_layers.config.num_layers)
         steps = largest_steps(self._plan.config, self._plan.max_model_len, vocab_size=few_layers.config.vocab_size)
         peaks = [
             (activation_peak_bytes(partial(self._step, step, few_layers, kv_cache), self._plan.device), words(step))
@@ -209,7 +208,7 @@ def largest_steps(config: EngineConfig, max_model_len: int, *, vocab_size: int) 
 
     Every request stands at the end of a context of `max_model_len` tokens and has its distribution sorted and its
     log-probabilities told; in the last step one is greedy, which sets the others apart. Penalties take less, as they
-    touch only tokens that were seen. All share one block, so that a KV cache of one block is enough.
+    touch only tokens that were seen. All share one block, so that a KV cache for one request is enough.
     """
     seats = config.max_num_seqs
     # A top-k of the whole vocabulary sorts it and cuts nothing.

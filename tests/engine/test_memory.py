@@ -75,8 +75,6 @@ def test_a_buffer_of_every_token_of_every_request_is_the_seeds_example() -> None
         "max_num_batched_tokens": 1,
         "max_model_len": 32768,
         "block_size": 1,
-        "dtype": torch.float32,
-        "windows": {None},
     }
     one, many = (BatchBuffers(max_num_seqs=n, device=CPU, **sizes).nbytes for n in (1, 129))
     per_request = 4 + 4 + 8  # context length, query start, sampled row
@@ -89,8 +87,8 @@ def test_the_buffers_that_are_counted_are_all_the_buffers_there_are() -> None:
     made: list[BatchBuffers | Sampler] = []
 
     def make() -> None:
-        sizes = {"max_num_batched_tokens": 64, "max_model_len": 512, "block_size": 16, "windows": {None, 128}}
-        made.append(BatchBuffers(max_num_seqs=48, dtype=torch.float32, device=CPU, **sizes))
+        sizes = {"max_num_batched_tokens": 64, "max_model_len": 512, "block_size": 16}
+        made.append(BatchBuffers(max_num_seqs=48, device=CPU, **sizes))
         made.append(Sampler(seed=0, max_num_seqs=48, eos_token_ids=(), device=CPU))
 
     assert activation_peak_bytes(make, CPU) == sum(each.nbytes for each in made)

@@ -251,8 +251,6 @@ def _logits(folder: Path, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor
         max_num_batched_tokens=128,
         max_model_len=128,
         block_size=BLOCK,
-        windows=set(config.layer_windows),
-        dtype=dtype,
         device=cpu,
     )
     shape = (config.num_layers, 2, 9, BLOCK, config.num_kv_heads, config.head_dim)

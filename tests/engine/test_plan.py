@@ -108,7 +108,7 @@ def test_the_same_figures_are_there_for_a_program(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--device-memory", "96M", "--gpu-memory-utilization", "0.23"), ["= short by", "would do is 0."]),
+        (("--device-memory", "96M", "--gpu-memory-utilization", "0.22"), ["= short by", "would do is 0."]),
         (("--device-memory", "16M"), ["= short by", "at no gpu_memory_utilization", "smaller model"]),
         (("--device-memory", "22M", "--max-num-seqs", "2"), ["= short by", "gpu_memory_utilization"]),
     ],

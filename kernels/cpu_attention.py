@@ -1,0 +1,238 @@
+"""Paged attention on a CPU: what `reference.paged_attention` promises, planned once a step for all layers.
+
+Decodes read keys and values where they lie. With a padded table of the cache rows that each query head sees,
+
+    scores = sampled_addmm(table, q, keys^T)     dot products for the table's entries only
+    out    = embedding_bag(values, table, softmax(scores))     a weighted sum of the same rows
+
+so nothing is copied, while gathering first would write and read every key and value once more. Both ops want float32:
+a cache of another dtype is gathered and widened in groups that stay in a core's cache.
+
+A chunk gathers its context once for all its queries and computes tiles of them, each on no more keys than it sees: no
+mask of chunk by context is ever made.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+GROUP_TOKENS = 8192
+"""Most context tokens, padding included, that decodes compute at once: more would only fall out of cache."""
+
+PADDING_TOKENS = 1024
+"""Most padding in a group of decodes: more costs what one more group does."""
+
+TILE_QUERIES = 64
+"""Most queries of a chunk computed at once."""
+
+TILE_SCORES = 2**20
+"""Most scores of a tile, all heads together, however long the context: fewer queries share it then."""
+
+with warnings.catch_warnings():
+    # Once a process torch says that CSR tensors are in beta; what is used of them is tested against the reference.
+    warnings.simplefilter("ignore", UserWarning)
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32, check_invariants=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decodes:
+    """Requests with one query each; r of them, padded to L positions."""
+
+    queries: slice
+    """Their rows of the step's tokens."""
+
+    slots: Tensor | None
+    """(r L,) int64, for a cache that is gathered first; None for one that is read in place."""
+
+    rows: Tensor
+    """(r Q L,): for each query head, rows of the cache (or of what was gathered) seen as (slots K, D)."""
+
+    starts: Tensor
+    """(r Q,): where each query head's rows begin."""
+
+    pattern: Tensor
+    """The same as a sparse matrix, (r Q, slots K); its values are overwritten by each layer's scores."""
+
+    added: Tensor
+    """(r Q L,): added to the scores, 0 or, for padding, -inf."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One request's queries, several of them."""
+
+    queries: slice
+    slots: Tensor
+    """(L,) int64: what any of them sees, in order; the last are the queries' own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """How a step's attention is computed; the same for all layers of one window."""
+
+    parts: tuple[Decodes | Chunk, ...]
+    """In the order of the step's tokens."""
+
+    window: int | None
+
+
+def plan_attention(
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    key_cache: Tensor,
+    num_heads: int,
+    window: int | None,
+) -> AttentionPlan:
+    """Cut a step into parts that are computed at once.
+
+    Arguments are those of `reference.paged_attention`; of the cache only shape and dtype matter. Decodes that follow
+    each other share a part where that pads little: it is cheapest where they come sorted by context.
+    """
+    starts: list[int] = query_starts.tolist()
+    contexts: list[int] = context_lens.tolist()
+    visible = contexts if window is None else [min(window, context) for context in contexts]
+    parts: list[Decodes | Chunk] = []
+    first = 0
+    while first < len(contexts):
+        if starts[first + 1] - starts[first] > 1:
+            last = first + 1
+            queries = slice(starts[first], starts[last])
+            parts.append(_plan_chunk(block_tables[first], contexts[first], queries, key_cache.shape[1], window))
+        else:
+            last = _group_end(first, starts, visible)
+            queries = slice(starts[first], starts[last])
+            tables, lens = block_tables[first:last], context_lens[first:last]
+            parts.append(_plan_decodes(tables, lens, queries, max(visible[first:last]), key_cache, num_heads, window))
+        first = last
+    return AttentionPlan(parts=tuple(parts), window=window)
+
+
+def _group_end(first: int, starts: Sequence[int], visible: Sequence[int]) -> int:
+    """The end of the run of decodes from `first` on that one part takes."""
+    longest = total = 0
+    for index in range(first, len(visible)):
+        longest, total = max(longest, visible[index]), total + visible[index]
+        padded = longest * (index + 1 - first)
+        is_decode = starts[index + 1] - starts[index] == 1
+        if index > first and (not is_decode or padded > GROUP_TOKENS or padded - total > PADDING_TOKENS):
+            return index
+    return len(visible)
+
+
+def _plan_decodes(
+    tables: Tensor,
+    lens: Tensor,
+    queries: slice,
+    longest: int,
+    key_cache: Tensor,
+    num_heads: int,
+    window: int | None,
+) -> Decodes:
+    num_blocks, block_size, kv_heads, _ = key_cache.shape
+    num_slots = num_blocks * block_size
+    if longest > num_slots:
+        # torch does not check it, and a sparse row with more entries than columns corrupts memory.
+        raise ValueError(f"a context of {longest} tokens does not fit a cache of {num_slots} slots")
+    ends = lens.long().unsqueeze(1)
+    begins = torch.zeros_like(ends) if window is None else (ends - window).clamp_(min=0)
+    offsets = torch.arange(longest)
+    # Past its end a request repeats its last position: read again from cache, and weighted 0.
+    positions = torch.minimum(begins + offsets, ends - 1)
+    slots = _slots_of_blocks(tables, block_size).gather(1, positions)
+    gathered = None
+    if not _is_read_in_place(key_cache):
+        gathered, num_slots = slots.flatten().long(), slots.numel()
+        slots = torch.arange(num_slots).view_as(slots)
+    index = torch.int32 if num_slots * kv_heads <= torch.iinfo(torch.int32).max else torch.int64
+    heads = torch.arange(num_heads, dtype=index) // (num_heads // kv_heads)
+    rows = (slots.to(index).unsqueeze(1) * kv_heads + heads.unsqueeze(1)).flatten()
+    shape = (len(tables), num_heads, longest)
+    padding = (offsets >= ends - begins).unsqueeze(1)
+    added = torch.zeros(shape).masked_fill_(padding, float("-inf")).flatten()
+    starts = torch.arange(0, rows.numel() + 1, longest, dtype=index)
+    size = (len(starts) - 1, num_slots * kv_heads)
+    pattern = torch.sparse_csr_tensor(starts, rows, torch.empty_like(added), size, check_invariants=False)
+    return Decodes(queries=queries, slots=gathered, rows=rows, starts=starts[:-1], pattern=pattern, added=added)
+
+
+def _slots_of_blocks(tables: Tensor, block_size: int) -> Tensor:
+    """(…, M) blocks to the (…, M S) slots they consist of."""
+    return (tables.unsqueeze(-1) * block_size + torch.arange(block_size, dtype=tables.dtype)).flatten(-2)
+
+
+def _is_read_in_place(cache: Tensor) -> bool:
+    return cache.dtype == torch.float32
+
+
+def _plan_chunk(table: Tensor, context: int, queries: slice, block_size: int, window: int | None) -> Chunk:
+    start = context - (queries.stop - queries.start)
+    first = 0 if window is None else max(0, start - window + 1)
+    return Chunk(queries=queries, slots=_slots_of_blocks(table, block_size)[first:context].long())
+
+
+def cpu_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, plan: AttentionPlan) -> Tensor:
+    """What `reference.paged_attention` returns, by a plan for its other arguments."""
+    outs: list[Tensor] = []
+    for part in plan.parts:
+        rows = query[part.queries].float()
+        if isinstance(part, Decodes):
+            outs.append(_attend_decodes(rows, key_cache, value_cache, scale, part))
+        else:
+            keys, values = _gather(key_cache, part.slots), _gather(value_cache, part.slots)
+            outs.extend(_attend_chunk(rows, keys, values, scale, plan.window))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(query.dtype)
+
+
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """(slots, K, D) float32."""
+    return cache.flatten(0, 1).index_select(0, slots).float()
+
+
+def _attend_decodes(query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, decodes: Decodes) -> Tensor:
+    """One query a request: (r, Q, D) to the same."""
+    head_dim = query.shape[-1]
+    if decodes.slots is not None:
+        key_cache, value_cache = _gather(key_cache, decodes.slots), _gather(value_cache, decodes.slots)
+    keys, values = key_cache.view(-1, head_dim), value_cache.view(-1, head_dim)
+    queries = query.reshape(-1, head_dim)
+    # In place: a new pattern would be copied for every layer, its indices too.
+    scores = decodes.pattern.values().copy_(decodes.added)
+    torch.sparse.sampled_addmm(decodes.pattern, queries, keys.t(), alpha=scale, out=decodes.pattern)
+    weights = scores.view(len(queries), -1).softmax(-1).flatten()
+    out = F.embedding_bag(decodes.rows, values, decodes.starts, mode="sum", per_sample_weights=weights)
+    return out.view_as(query)
+
+
+def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Iterator[Tensor]:
+    """One request's queries (n, Q, D) over what they see, (L, K, D): parts of the (n, Q, D) result in order."""
+    num_queries, num_heads, head_dim = query.shape
+    num_keys, kv_heads, _ = keys.shape
+    past = num_keys - num_queries
+    # The heads that share a key are further queries of it.
+    grouped = (query * scale).view(num_queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)
+    step = max(1, min(TILE_QUERIES, TILE_SCORES // (num_heads * num_keys)))
+    future = torch.full((step, step), float("-inf")).triu_(1)
+    for first in range(0, num_queries, step):
+        tile = grouped[:, :, first : first + step]
+        size = tile.shape[2]
+        stop = past + first + size
+        start = 0 if window is None else max(0, stop - size - window + 1)
+        scores = torch.bmm(tile.reshape(kv_heads, -1, head_dim), keys[:, :, start:stop])
+        scores = scores.view(*tile.shape[:3], stop - start)
+        scores[..., -size:].add_(future[:size, :size])
+        if window is not None and stop - start > window:
+            positions = torch.arange(start, stop)
+            own = positions[-size:].unsqueeze(1)
+            scores.masked_fill_(positions <= own - window, float("-inf"))
+        weights = scores.softmax(-1).view(kv_heads, -1, stop - start)
+        out = torch.bmm(weights, values[:, start:stop])
+        yield out.view(*tile.shape).permute(2, 0, 1, 3).reshape(size, num_heads, head_dim)
