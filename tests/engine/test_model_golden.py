@@ -149,6 +149,13 @@ SERVINGS: dict[str, dict[str, Any]] = {
     "all at once": {"max_num_seqs": 7, "max_num_batched_tokens": 2048},
     "in odd chunks": {"max_num_seqs": 7, "max_num_batched_tokens": 13},
     "preempted": {"max_num_seqs": 7, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 5},
+    "cached, in odd chunks": {"max_num_seqs": 7, "max_num_batched_tokens": 13, "enable_prefix_caching": True},
+    "cached, preempted": {
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 5,
+        "enable_prefix_caching": True,
+    },
 }
 
 
@@ -206,28 +213,45 @@ def _generate(model: Any, prompt: tuple[int, ...]) -> list[int]:
     return generated
 
 
-def _serve(golden: Golden, **changes: Any) -> tuple[list[list[int]], int]:
-    """Greedy outputs of all prompts, and how often a request was preempted."""
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What the engine made of all prompts."""
+
+    rounds: list[list[list[int]]]
+    """Greedy outputs of each prompt, each time they were served."""
+
+    num_preemptions: int
+    num_hits: int
+    """Prompt tokens found in the prefix cache."""
+
+
+def _serve(golden: Golden, **changes: Any) -> Served:
+    """Serve all prompts together; with prefix caching once more, so that there is something to find."""
     asked = {"device": "cpu", "device_memory_bytes": 2**30, "num_gpu_blocks_override": 200, "max_model_len": 128}
-    executor = TorchExecutor(EngineConfig(model=str(golden.folder), **{**asked, **changes}))
+    config = EngineConfig(model=str(golden.folder), **{**asked, **changes})
+    executor = TorchExecutor(config)
     scheduler = Scheduler(SchedulerConfig.from_resolved(executor.resolved))
     sampling = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0, ignore_eos=True)
-    for index, prompt in enumerate(golden.prompts):
-        scheduler.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
-    outputs: list[list[int]] = [[] for _ in golden.prompts]
-    while scheduler.num_running + scheduler.num_waiting:
-        for token in scheduler.commit(executor.execute(scheduler.schedule())):
-            outputs[int(token.request_id)].append(token.token_id)
-    return outputs, scheduler.num_preemptions
+    rounds = []
+    for _ in range(1 + config.enable_prefix_caching):
+        for index, prompt in enumerate(golden.prompts):
+            scheduler.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+        outputs: list[list[int]] = [[] for _ in golden.prompts]
+        while scheduler.num_running + scheduler.num_waiting:
+            for token in scheduler.commit(executor.execute(scheduler.schedule())):
+                outputs[int(token.request_id)].append(token.token_id)
+        rounds.append(outputs)
+    return Served(rounds=rounds, num_preemptions=scheduler.num_preemptions, num_hits=scheduler.num_prefix_hits_tokens)
 
 
 @pytest.mark.parametrize("serving", SERVINGS)
 def test_greedy_tokens_are_transformers_own(golden: Golden, serving: str) -> None:
-    """A user gets the model's answer whatever else is running, however prompts are cut, and after preemptions."""
-    outputs, num_preemptions = _serve(golden, **SERVINGS[serving])
+    """A user gets the model's answer whatever else is running, however prompts are cut, cached or preempted."""
+    served = _serve(golden, **SERVINGS[serving])
 
-    assert list(golden.outputs) == outputs
-    assert (num_preemptions > 0) == (serving == "preempted")
+    assert all(outputs == list(golden.outputs) for outputs in served.rounds)
+    assert (served.num_preemptions > 0) == ("preempted" in serving)
+    assert served.num_hits > 0 or serving != "cached, in odd chunks"
 
 
 def test_the_comparison_of_tokens_means_something(golden: Golden) -> None:

@@ -20,7 +20,8 @@ from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
 
 CPU = torch.device("cpu")
-CONFIG = read_model_config(model_folder("embedded"))
+EMBEDDED = read_model_config(model_folder("embedded"))
+CONFIG = dataclasses.replace(EMBEDDED, num_layers=1)
 
 
 def _made_up(seed: int) -> ModelWeights:
@@ -37,7 +38,7 @@ def test_a_seed_makes_the_same_weights() -> None:
 
 def test_tied_weights_are_counted_once() -> None:
     """The memory budget does not charge the output layer of a model that shares it with its embedding."""
-    weights = _made_up(0)
+    weights = load_weights(Dummy(0, EMBEDDED), EMBEDDED, dtype=torch.float32, device=CPU)
 
     assert weights.lm_head is weights.embedding
     assert weights.num_bytes() == 4 * 5_313_920
@@ -154,7 +155,6 @@ def test_a_tied_output_layer_is_the_embedding_unless_the_checkpoint_says_otherwi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_dtype_loads_as_any_other(tmp_path: Path, saved: torch.dtype, dtype: torch.dtype) -> None:
     """A checkpoint is served in the dtype asked for, whatever it was saved in, and holds no file open."""
-    config = dataclasses.replace(CONFIG, num_layers=1)
     expected = {}
 
     class Recorder(Dummy):
@@ -162,9 +162,9 @@ def test_any_dtype_loads_as_any_other(tmp_path: Path, saved: torch.dtype, dtype:
             expected[name] = super().read(name, shape).to(saved)
             return expected[name]
 
-    load_weights(Recorder(0, config), config, dtype=dtype, device=CPU)
+    load_weights(Recorder(0, CONFIG), CONFIG, dtype=dtype, device=CPU)
     save_file(expected, tmp_path / "model.safetensors")
-    weights = load_weights(Checkpoint(tmp_path), config, dtype=dtype, device=CPU)
+    weights = load_weights(Checkpoint(tmp_path), CONFIG, dtype=dtype, device=CPU)
     (tmp_path / "model.safetensors").write_bytes(b"")
 
     down = expected["model.layers.0.mlp.down_proj.weight"]
