@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 2**20
 _DEFAULT_COMPLETION_TOKENS = 16
+_CLIENT_GONE = 499
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -199,7 +200,7 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     try:
         return await handler(request)
     except ConnectionError:
-        raise  # the client is gone: the HTTP layer cleans up
+        return web.Response(status=_CLIENT_GONE)  # nobody reads it; what is raised here is logged as a fault of ours
     except Exception as error:  # noqa: BLE001 - the edge of the process: one request's fault, told and logged
         answer = _as_api_error(error)
         headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None

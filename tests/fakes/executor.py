@@ -77,6 +77,15 @@ class SlowExecutor(FakeExecutor):
         return super().execute(plan)
 
 
+class QuickExecutor(FakeExecutor):
+    """Takes 1 ms a step: requests queue, and clients find time to leave."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """The same tokens, a little later."""
+        time.sleep(0.001)
+        return super().execute(plan)
+
+
 class MarkingExecutor(FakeExecutor):
     """Makes an empty file, named as the model is, when it has drawn the last token of all that run."""
 
