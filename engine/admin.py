@@ -46,6 +46,7 @@ def server_info(frontend: Frontend) -> dict[str, object]:
         "cores": [
             {
                 "engine": str(rank),
+                "device": resolved.device,
                 "num_gpu_blocks": resolved.num_gpu_blocks,
                 "kv_block_bytes": resolved.kv_block_bytes,
                 "memory": asdict(resolved.memory),

@@ -121,8 +121,8 @@ class EngineConfig:
     """Number of KV blocks to use instead of what the memory budget yields. Unit: blocks."""
 
     device_memory_bytes: int | None = None
-    """On CPU, the device that `gpu_memory_utilization` is a share of; None takes half the RAM, or half the control
-    group's memory limit where that is less. Unit: bytes."""
+    """On CPU, the device that `gpu_memory_utilization` is a share of, one for each core; None takes half the RAM, or
+    half the control group's memory limit where that is less, for all cores together. Unit: bytes."""
 
     dtype: str = "auto"
     """`float32`, `bfloat16`, `float16`, or `auto`: float32 on CPU, the checkpoint's own on a GPU."""

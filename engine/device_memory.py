@@ -48,8 +48,8 @@ def device_label(config: EngineConfig, device: torch.device) -> str:
 def device_memory(config: EngineConfig, device: torch.device, *, limit_bytes: int | None) -> DeviceMemory:
     """Total and free memory now.
 
-    On CPU the total is `device_memory_bytes`, else half the RAM, and what is free is the smallest of what other engines
-    have left of that budget, the RAM that is available, and the limit.
+    On CPU the total is `device_memory_bytes`, else half the RAM, which data-parallel cores share equally, and what is
+    free is the smallest of what other engines have left of that budget, the RAM that is available, and the limit.
 
     Args:
         limit_bytes: on CPU, the most this process may use; the RAM counts as no larger. None: no limit.
@@ -67,7 +67,7 @@ def device_memory(config: EngineConfig, device: torch.device, *, limit_bytes: in
 def _budget_of_cpu(config: EngineConfig, limit_bytes: int | None, claims: Sequence[Claim]) -> DeviceMemory:
     ram = psutil.virtual_memory()
     limit = ram.total if limit_bytes is None else limit_bytes
-    total = config.device_memory_bytes or min(ram.total, limit) // 2
+    total = config.device_memory_bytes or min(ram.total, limit) // 2 // config.data_parallel_size
     left = max(0, total - sum(claim.num_bytes for claim in claims))
     return DeviceMemory(total_bytes=total, free_bytes=min(left, ram.available, limit), claims=tuple(claims))
 

@@ -152,19 +152,22 @@ async def _all_ready(plan: _Plan, first: CoreProcess, started: contextlib.ExitSt
     """
 
     async def start(rank: int) -> RunningCore:
-        return await _ready(_start_core(plan, rank, started))
+        return await _ready(_start_core(plan, rank, started), f"core {rank}: ")
 
-    cores = [await _ready(first)]
     others = range(1, plan.config.data_parallel_size)
+    cores = [await _ready(first, "core 0: " if others else "")]
     if cores[0].resolved.device.startswith("cuda"):
-        cores += [await start(rank) for rank in others]
-    else:
-        cores += await asyncio.gather(*map(start, others))
-    return cores
+        return cores + [await start(rank) for rank in others]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(start(rank)) for rank in others]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return cores + [task.result() for task in tasks]
 
 
-async def _ready(core: CoreProcess) -> RunningCore:
-    """Wait for a starting core's first word, without blocking the event loop."""
+async def _ready(core: CoreProcess, name: str) -> RunningCore:
+    """Wait for a starting core's first word, without blocking the event loop; `name` opens a failure's message."""
     loop = asyncio.get_running_loop()
     while not (messages := core.receive()):
         readable = loop.create_future()
@@ -176,10 +179,10 @@ async def _ready(core: CoreProcess) -> RunningCore:
     match messages[0]:
         case Ready(resolved):
             return RunningCore(core, resolved)
-        case CoreFailed() as failure:
-            raise _NotStartedError(failure)
+        case CoreFailed(kind, message):
+            raise _NotStartedError(CoreFailed(kind, name + message))
         case other:
-            message = f"the core said {type(other).__name__} before it was ready"
+            message = f"{name}said {type(other).__name__} before it was ready"
             raise _NotStartedError(CoreFailed("crashed", message))
 
 

@@ -9,6 +9,8 @@ import aiohttp
 import pytest
 from openai import BadRequestError, OpenAI
 
+from engine import LLM
+from engine.request import SamplingParams
 from tests.fakes.serving import Serving, serving
 
 _FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--gpu-memory-utilization", "0.5")
@@ -65,6 +67,19 @@ def test_the_official_client_understands_a_refusal(client: OpenAI) -> None:
     """Both numbers reach the user."""
     with pytest.raises(BadRequestError, match="600 tokens, max_model_len is 512"):
         client.completions.create(model="embedded", prompt=[1] * 600)
+
+
+def test_a_batch_without_a_server_says_the_same(client: OpenAI) -> None:
+    """Whoever prepares data offline gets what the server would have answered: text, tokens and reason."""
+    prompts = ["knee " * 60, "the tail", "a"]
+    llm = LLM("embedded", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512, device_memory_bytes=2**29)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = client.completions.create(model="embedded", prompt=prompt, max_tokens=12, temperature=0)
+        assert output.text == answer.choices[0].text
+        assert answer.usage is not None
+        assert len(output.token_ids) == answer.usage.completion_tokens
+        assert len(output.prompt_token_ids) == answer.usage.prompt_tokens
 
 
 async def test_metrics_give_back_the_three_values(server: Serving) -> None:

@@ -243,6 +243,13 @@ def test_the_device_on_cpu_is_half_the_ram_by_default() -> None:
         assert device_memory(EngineConfig(model="embedded"), CPU, limit_bytes=limit).total_bytes == ram // 2
 
 
+def test_two_cores_share_the_half() -> None:
+    """Each with a half of its own, they would take the whole machine."""
+    one, two = (EngineConfig(model="embedded", data_parallel_size=size) for size in (1, 2))
+    totals = [device_memory(config, CPU, limit_bytes=None).total_bytes for config in (one, two)]
+    assert totals[1] == totals[0] // 2
+
+
 def test_a_containers_memory_limit_is_its_ram() -> None:
     """A small container on a large host takes half of its own memory; asked for more, it is told what there is."""
     half = DeviceMemory(total_bytes=32 * MIB, free_bytes=32 * MIB)

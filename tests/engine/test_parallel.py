@@ -148,6 +148,16 @@ def test_a_stop_while_the_second_core_loads_leaves_neither() -> None:
     wait_until_gone(cores)
 
 
+def test_one_core_that_cannot_start_is_named_and_ends_the_others() -> None:
+    """The reason is the core's own, and nobody waits for a neighbour that is still loading."""
+    process = start(fake_command("SecondRefuses", data_parallel_size=3, cpu_omp_threads_bind="nobind"))
+    _, stderr = process.communicate(timeout=30)
+    (event,) = json_lines(stderr)
+    assert (event["event"], event["kind"], process.returncode) == ("start_failed", "invalid_config", 1)
+    assert str(event["message"]) == "core 1: made up to be refused on auto:1"
+    assert "Traceback" not in stderr
+
+
 async def test_each_core_computes_on_cpus_of_its_own(server: Serving) -> None:
     """A list a core, as written."""
     allowed = sorted(psutil.Process().cpu_affinity())

@@ -105,6 +105,17 @@ class SecondLoadsForEver(FakeExecutor):
             load_for_ever(config)
 
 
+class SecondRefuses(FakeExecutor):
+    """Refuses its config behind the second core; behind a third it loads for ever."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        if config.device == SECOND_DEVICE:
+            raise ConfigError(f"made up to be refused on {config.device}")
+        if config.device != "auto":
+            load_for_ever(config)
+
+
 class UnevenExecutor(FakeExecutor):
     """Has fewer blocks behind the second core."""
 
