@@ -10,6 +10,7 @@ from aiohttp import web
 
 from engine.frontend import Frontend
 from engine.protocol import ApiError
+from engine.scheduler import SchedulerConfig
 from engine.stats import engine_version
 
 _LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "aiohttp")
@@ -50,6 +51,7 @@ def server_info(frontend: Frontend) -> dict[str, object]:
                 "num_gpu_blocks": resolved.num_gpu_blocks,
                 "kv_block_bytes": resolved.kv_block_bytes,
                 "memory": asdict(resolved.memory),
+                "scheduler": asdict(SchedulerConfig.from_resolved(resolved)),
             }
             for rank, resolved in enumerate(frontend.core_configs)
         ],

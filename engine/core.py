@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -25,7 +26,7 @@ from engine.config import ConfigError, EngineConfig, OutOfDeviceMemoryError, Res
 from engine.device_ledger import DeviceLedgerError
 from engine.memory import NoKvMemoryError, NotEnoughMemoryError
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import RequestRefusedError, Scheduler, SchedulerConfig, refusal
+from engine.scheduler import RequestRefusedError, Scheduler, SchedulerConfig, TokenOutput, refusal
 from engine.step import StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -208,6 +209,13 @@ class Core:
             raise RuntimeError(f"{scheduler.num_waiting} requests wait and none can be scheduled: a scheduler fault")
         else:
             outputs = []
+        return self._report(plan, outputs, scheduled_at_s=scheduled_at_s, execute_s=execute_s)
+
+    def _report(
+        self, plan: StepPlan, outputs: list[TokenOutput], *, scheduled_at_s: float, execute_s: float
+    ) -> StepReport:
+        scheduler = self._scheduler
+        num_step_tokens, num_decodes = plan.num_scheduled_tokens, plan.num_decodes
         return StepReport(
             request_ids=tuple([output.request_id for output in outputs]),
             token_ids=tuple([output.token_id for output in outputs]),
@@ -216,9 +224,9 @@ class Core:
             admitted=plan.admitted,
             scheduled_at_s=scheduled_at_s,
             execute_s=execute_s,
-            num_step_tokens=plan.num_scheduled_tokens,
-            num_prefill_tokens=plan.num_prefill_tokens,
-            num_decodes=plan.num_decodes,
+            num_step_tokens=num_step_tokens,
+            num_prefill_tokens=num_step_tokens - num_decodes,
+            num_decodes=num_decodes,
             num_context_tokens=plan.num_context_tokens,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -273,6 +281,8 @@ def core_main(
         logger.exception("the core cannot start")
         kind = _failure_kind(error, out_of_memory="oom_startup")
         _fail(channel, CoreFailed(kind, f"{type(error).__name__}: {error}"))
+    gc.collect()
+    gc.freeze()  # a full collection in mid-step would walk all that is loaded, for tens of milliseconds
     channel.send(Ready(engine.resolved))
     try:
         run_core(Core(engine), channel)

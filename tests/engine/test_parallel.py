@@ -83,6 +83,7 @@ async def test_what_is_in_force_can_be_read_as_json(client: aiohttp.ClientSessio
     assert info["in_force"]["num_gpu_blocks"] == 40
     assert [core["num_gpu_blocks"] for core in info["cores"]] == [64, 40]
     assert info["cores"][1]["memory"]["weights_bytes"] == 10_000
+    assert info["cores"][1]["scheduler"]["max_num_scheduled_tokens"] == 2048
     assert info["versions"]["python"]
     async with client.get("/server_info", params={"config_format": "text"}) as response:
         assert (response.status, "config_format" in await response.text()) == (400, True)
@@ -98,10 +99,39 @@ async def test_the_smaller_cache_decides_what_is_refused() -> None:
     assert "the cache has 40" in json.dumps(answer)
 
 
-async def test_a_reset_answers_for_all_cores(client: aiohttp.ClientSession) -> None:
-    """With no request in any core, nothing that was cached before is found after."""
-    async with client.post("/reset_prefix_cache") as response:
-        assert (response.status, await response.json()) == (200, {"success": True})
+async def test_a_reset_forgets_in_every_core() -> None:
+    """With no request in any core, nothing that was cached before is found after; with one, the answer is no."""
+    command = fake_command(
+        "SlowExecutor", data_parallel_size=2, enable_prefix_caching=True, cpu_omp_threads_bind="nobind"
+    )
+    with serving(command) as running:
+        async with aiohttp.ClientSession(running.url) as session:
+
+            async def hits_of_two() -> list[float]:
+                """Tokens found by one request in each core."""
+                before = await series(session, "vllm:prefix_cache_hits_total")
+                body = {"prompt": [5] * 40, "max_tokens": 30, "ignore_eos": True}
+                async with session.post("/v1/completions", json={**body, "stream": True}) as first:
+                    await first.content.readline()
+                    await complete(session, **body)
+                    await first.read()
+                after = await series(session, "vllm:prefix_cache_hits_total")
+                return [after[rank] - before[rank] for rank in after]
+
+            async def reset() -> object:
+                async with session.post("/reset_prefix_cache") as response:
+                    assert response.status == 200
+                    return await response.json()
+
+            assert await hits_of_two() == [0, 0]
+            assert await hits_of_two() == [32, 32]
+            assert await reset() == {"success": True}
+            assert await hits_of_two() == [0, 0]
+            assert set((await series(session, "vllm:prefix_cache_queries_total")).values()) == {120}
+            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            async with session.post("/v1/completions", json=body) as holding:
+                await holding.content.readline()
+                assert await reset() == {"success": False}
 
 
 async def test_beyond_a_valve_clients_are_told_when_to_come_back() -> None:

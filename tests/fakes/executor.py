@@ -77,6 +77,15 @@ class SlowExecutor(FakeExecutor):
         return super().execute(plan)
 
 
+class UnevenExecutor(SlowExecutor):
+    """Has fewer blocks behind the second core."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        if config.device == SECOND_DEVICE:
+            self.resolved = replace(self.resolved, num_gpu_blocks=40)
+
+
 class QuickExecutor(FakeExecutor):
     """Takes 1 ms a step: requests queue, and clients find time to leave."""
 
@@ -114,15 +123,6 @@ class SecondRefuses(FakeExecutor):
             raise ConfigError(f"made up to be refused on {config.device}")
         if config.device != "auto":
             load_for_ever(config)
-
-
-class UnevenExecutor(FakeExecutor):
-    """Has fewer blocks behind the second core."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        if config.device == SECOND_DEVICE:
-            self.resolved = replace(self.resolved, num_gpu_blocks=40)
 
 
 class CrashingExecutor(FakeExecutor):
