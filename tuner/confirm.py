@@ -13,6 +13,7 @@ from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective
 from tuner.answer import Slo
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
+from tuner.oom_lessons import ruled_out
 from tuner.planning import MAX_PROTECTIVE_LAUNCHES
 from tuner.records import EngineConfig, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore, read_requests
@@ -32,7 +33,7 @@ def confirm_production(
     """Launch production and the defaults in turn, at the operating point and at twice its load.
 
     Production's last launch is hit with the burst besides, so that protective has something to be compared with. Where
-    the job's time is up after one launch of each, that is all.
+    the job's time is up after one launch of each, that is all. Defaults that ran out of memory are not launched again.
     """
     load = choice.stage.load
     steps = (LadderStep(kind=StageKind.OPERATING, load=load), LadderStep(kind=StageKind.DOUBLE, load=2 * load))
@@ -41,16 +42,21 @@ def confirm_production(
         TrialRole.CONFIRM_PRODUCTION: (choice.config, "production"),
         TrialRole.CONFIRM_BASELINE: (defaults, "defaults"),
     }
-    launches.expect(len(ORDER) + MAX_PROTECTIVE_LAUNCHES)
+    order: tuple[TrialRole, ...] = ORDER
+    hopeless = ruled_out(defaults, launches.trials)
+    if hopeless is not None:
+        launches.note(f"the defaults are not re-measured beside production: {hopeless.detail}")
+        order = tuple(role for role in ORDER if role is not TrialRole.CONFIRM_BASELINE)
+    launches.expect(len(order) + MAX_PROTECTIVE_LAUNCHES)
     trials: list[TrialRecord] = []
-    for number, role in enumerate(ORDER, start=1):
+    for number, role in enumerate(order, start=1):
         config, origin = settings[role]
         plan = FixedSteps(
-            steps=(*steps, burst) if number == len(ORDER) else steps,
+            steps=(*steps, burst) if number == len(order) else steps,
             request_rate_rps=choice.stage.request_throughput_rps,
         )
         trials.append(launches.run(role, config, origin=origin, plan=plan))
-        if number == len(ORDER) // 2 and launches.is_time_up():
+        if number == len(order) // 2 and launches.is_time_up():
             launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
             break
     return ConfirmedPair(

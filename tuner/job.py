@@ -120,6 +120,9 @@ class TuningJob(Record):
     slo: SloSpec | None = None
     budget: Budget = Budget()
     measure: MeasureSpec = MeasureSpec()
+    oom_margin: float = Field(default=0.02, ge=0, lt=1)
+    """Share of the device that production stays below the highest that passed, where a higher one ran out of memory."""
+
     max_load: int = Field(default=1024, ge=2, le=65_536)
     """Load no stage goes beyond."""
 

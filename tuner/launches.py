@@ -49,11 +49,11 @@ class Launches:
         self._num_expected = max(0, self._num_expected - 1)
         return trial
 
-    def refuse(self, config: EngineConfig, *, origin: str, reason: str) -> TrialRecord:
+    def refuse(self, config: EngineConfig, *, origin: str, failed: Failed) -> TrialRecord:
         """Record a study setting that is known not to work, without a launch."""
-        failed = Failed(kind=FailureKind.INVALID_CONFIG, detail=f"refused before launch: {reason}")
+        said = failed.model_copy(update={"detail": f"refused before launch: {failed.detail}"})
         trial = TrialRecord(
-            number=len(self.trials), role=TrialRole.STUDY, config=config, origin=origin, outcome=failed, launched=False
+            number=len(self.trials), role=TrialRole.STUDY, config=config, origin=origin, outcome=said, launched=False
         )
         self._keep(trial)
         return trial

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
 from tuner.answer import Slo
@@ -9,6 +11,7 @@ from tuner.job import TuningJob
 from tuner.ladder import Ladder
 from tuner.launches import Launches
 from tuner.memory_model import MemoryModel
+from tuner.oom_lessons import ruled_out
 from tuner.planning import (
     CONFIRMATION_LAUNCHES,
     CONFIRMATION_STAGES,
@@ -18,7 +21,7 @@ from tuner.planning import (
     default_values,
     longest_stage_s,
 )
-from tuner.records import SAYS_NOTHING, EngineConfig, TrialRecord, TrialRole
+from tuner.records import SAYS_NOTHING, EngineConfig, Failed, FailureKind, TrialRecord, TrialRole
 from tuner.space import broken_rule
 from tuner.study import Objectives, Proposal, Study
 
@@ -53,10 +56,10 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
             launches.note(f"every setting of the space is known after {num_launched} launches: the search ends early")
             break
         config = job.config(proposal.values)
-        reason = _refusal(config, memory)
-        if reason is not None:
-            launches.refuse(config, origin=proposal.origin, reason=reason)
-            study.tell_infeasible(proposal, {"works": 1.0}, reason)
+        refused = _refusal(config, memory, launches.trials)
+        if refused is not None:
+            launches.refuse(config, origin=proposal.origin, failed=refused)
+            study.tell_infeasible(proposal, {"works": 1.0}, refused.detail)
             continue
         launches.expect(job.budget.trials - num_launched + CONFIRMATION_LAUNCHES // 2)
         ladder = Ladder(max_num_seqs=config.max_num_seqs, max_load=job.max_load)
@@ -92,13 +95,17 @@ def _has_time(job: TuningJob, launches: Launches) -> bool:
     return launches.elapsed_s() + ladder_s + confirmation_s <= job.budget.time
 
 
-def _refusal(config: EngineConfig, memory: MemoryModel | None) -> str | None:
-    """Why a launch of `config` would be wasted, or None."""
+def _refusal(config: EngineConfig, memory: MemoryModel | None, trials: Sequence[TrialRecord]) -> Failed | None:
+    """How a launch of `config` would fail: by a rule, as an earlier one did, or by prediction; None if it may work."""
     length = config.max_model_len if memory is None else memory.max_model_len
     rule = broken_rule(config, max_model_len=length)
-    if rule is not None or memory is None:
-        return rule
-    return memory.refusal(config)
+    if rule is not None:
+        return Failed(kind=FailureKind.INVALID_CONFIG, detail=rule)
+    known = ruled_out(config, trials)
+    if known is not None or memory is None:
+        return known
+    too_small = memory.refusal(config)
+    return None if too_small is None else Failed(kind=FailureKind.NO_KV_MEMORY, detail=too_small)
 
 
 def _tell(study: Study, proposal: Proposal, trial: TrialRecord, slo: Slo | None) -> None:

@@ -21,6 +21,7 @@ from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
 from tuner.measure.stage import MeasuredStage, StageSpec, Target, measure_stage
+from tuner.oom_lessons import OUT_OF_MEMORY
 from tuner.records import (
     EngineConfig,
     Failed,
@@ -34,6 +35,7 @@ from tuner.records import (
     TrialRole,
 )
 from tuner.store import append_stage, write_memory, write_requests
+from tuner.wording import config_text
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
                 for stage in _climb(spec, engine, reading):
                     stages.append(stage)
                     yield stage
-            outcome = refused or _outcome(engine, reading, stages)
+            outcome = refused or _outcome(spec, engine, reading, stages)
     except EngineStartError as error:
         start_s = time.perf_counter() - begun
         outcome = _not_started(spec, error)
@@ -145,12 +147,20 @@ def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
     log_path = spec.directory / "engine.log"
     if error.timed_out:
         return Failed(kind=FailureKind.START_TIMEOUT, detail=f"{error}; see {log_path}")
-    return builtin.last_words(log_path, exit_code=error.exit_code)
+    return _last_words(spec, was_ready=False, exit_code=error.exit_code)
+
+
+def _last_words(spec: TrialSpec, *, was_ready: bool, exit_code: int | None = None) -> Failed:
+    """Why the engine ended; lack of memory is said with the setting that was short of it."""
+    words = builtin.last_words(spec.directory / "engine.log", was_ready=was_ready, exit_code=exit_code)
+    if words.kind not in OUT_OF_MEMORY | {FailureKind.NO_KV_MEMORY}:
+        return words
+    return words.model_copy(update={"detail": f"{words.detail} ({config_text(spec.config)})"})
 
 
 def _broken(spec: TrialSpec, error: Exception) -> Failed:
     """Why a trial broke off: by the engine's last words if it left any, else for a reason outside the config."""
-    words = builtin.last_words(spec.directory / "engine.log")
+    words = _last_words(spec, was_ready=True)
     if words.kind is not FailureKind.CRASHED:
         return words
     return Failed(kind=FailureKind.INFRASTRUCTURE, detail=f"{type(error).__name__}: {error}")
@@ -229,9 +239,11 @@ def _request_rate_rps(plan: Plan, stages: Sequence[StageRecord]) -> float:
     return max(seen, default=math.inf)
 
 
-def _outcome(engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]) -> Measured | Failed:
+def _outcome(
+    spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]
+) -> Measured | Failed:
     if not engine.is_alive():
-        return builtin.last_words(engine.log_path, exit_code=engine.exit_code())
+        return _last_words(spec, was_ready=True, exit_code=engine.exit_code())
     if _stalled(stages):
         last = stages[-1]
         detail = f"at load {last.load} requests waited and no token came; see {engine.log_path}"

@@ -13,6 +13,7 @@ from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, 
 from tuner.confirm import confirm_production, try_protective
 from tuner.job import TuningJob
 from tuner.launches import Launches
+from tuner.oom_lessons import ShareCeiling, ruled_out, share_ceiling
 from tuner.planning import default_values
 from tuner.progress import Watcher
 from tuner.records import EngineConfig, TrialRecord
@@ -58,12 +59,12 @@ def _decide(
 ) -> Recommendation:
     """Choose from what the search measured, confirm it with launches of its own, and put the answer together."""
     searched = tuple(launches.trials)
-    choice = None if slo is None else choose_production(searched, slo)
+    choice = None if slo is None else choose_production(searched, slo, ceiling=_ceiling(job, launches))
     finding = run_verdict(searched, choice, slo)
     launches.note(f"{finding.verdict.value}: {finding.reason}")
     confirmations = Confirmations()
     if slo is not None and choice is not None and finding.verdict is RunVerdict.RESOLVED:
-        confirmations = _confirm(searched, choice, slo, defaults, launches)
+        confirmations = _confirm(job, searched, choice, slo, defaults, launches)
     if slo is not None:
         confirmations = _protect(job, store, launches, slo, defaults, searched, confirmations)
     return recommend(
@@ -77,7 +78,13 @@ def _decide(
     )
 
 
+def _ceiling(job: TuningJob, launches: Launches) -> ShareCeiling | None:
+    """What the launches so far teach about the share to recommend."""
+    return share_ceiling(launches.trials, margin=job.oom_margin)
+
+
 def _confirm(
+    job: TuningJob,
     searched: Sequence[TrialRecord],
     first: ProductionChoice,
     slo: Slo,
@@ -97,7 +104,7 @@ def _confirm(
         launches.note(reason)
         setbacks.append(reason)
         searched = [_without(trial, choice) for trial in searched]
-        choice = choose_production(searched, slo)
+        choice = choose_production(searched, slo, ceiling=_ceiling(job, launches))
     return Confirmations(setbacks=tuple(setbacks))
 
 
@@ -130,7 +137,8 @@ def _protect(
     """Add the protective profile: hit with long prompts at twice the knee, or at twice the first candidate's fence."""
     choice = confirmations.choice
     ceiling = defaults if choice is None else choice.config
-    candidates = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens)
+    chosen = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens)
+    candidates = [candidate for candidate in chosen if ruled_out(candidate.config, launches.trials) is None]
     if not candidates:
         return confirmations
     burst_load = _burst_load(choice, candidates[0].stage.load)

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_a_simulated_engine_is_measured_and_every_record_says_so(tmp_path: Path)
     law.write_text(LAW, encoding="utf-8")
     spec = _spec(tmp_path, _steps(4), over={"engine": {"law": str(law), "device_memory": None}})
 
-    (stage,), trial = _run(spec)
+    (*_, stage), trial = _run(spec)  # one that was disturbed is there twice
 
     assert isinstance(trial.outcome, Measured)
     assert trial.outcome.facts.simulated
@@ -124,7 +125,7 @@ def test_a_small_share_under_overload_preempts_and_the_record_says_so(tmp_path: 
         ({"gpu_memory_utilization": 0.2}, FailureKind.NO_KV_MEMORY, "0.2"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, FailureKind.INVALID_CONFIG, "32"),
         ({"max_model_len": 4096}, FailureKind.INVALID_CONFIG, "4096"),
-        ({"enable_prefix_caching": True}, FailureKind.INVALID_CONFIG, "prefix caching"),
+        ({"dtype": "int4"}, FailureKind.INVALID_CONFIG, "int4"),
     ],
 )
 def test_an_engine_that_refuses_to_start_is_a_failed_trial_with_its_reason(
@@ -138,6 +139,61 @@ def test_an_engine_that_refuses_to_start_is_a_failed_trial_with_its_reason(
     assert trial.outcome.kind is kind
     assert told in trial.outcome.detail
     assert _engine_is_gone(tmp_path)
+
+
+_SAMPLER_OOM = """
+import sys
+sys.stderr.write(
+    "(EngineCore_DP0 pid=9) ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 594.00 MiB.\\n"
+    "(EngineCore_DP0 pid=9) ERROR RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy "
+    "requests. Please try lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.\\n"
+)
+sys.exit(1)
+"""
+_RUNTIME_OOM = """
+import http.server, json, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/metrics":
+            sys.stderr.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\\n")
+            sys.stderr.flush()
+            os._exit(1)
+        body = json.dumps({"data": [{"id": sys.argv[2]}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *arguments):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "told"),
+    [
+        (_SAMPLER_OOM, FailureKind.OOM_SAMPLER_WARMUP, "warming up sampler with 1024 dummy requests"),
+        (_RUNTIME_OOM, FailureKind.OOM_RUNTIME, "2.00 GiB"),
+    ],
+)
+def test_an_engine_that_runs_out_of_memory_is_told_by_its_own_line_and_the_setting_it_was_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, kind: FailureKind, told: str
+) -> None:
+    """Whatever the engine, the study learns what was too much: the kind, the line, the sequences and the share."""
+
+    def command(*_: object, port: int, served_model_name: str) -> list[str]:
+        return [sys.executable, "-c", script, str(port), served_model_name]
+
+    monkeypatch.setattr("tuner.trial.builtin.command", command)
+    asked = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.95}
+    stages, trial = _run(_spec(tmp_path, _steps(1), **asked))
+
+    assert stages == []
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is kind
+    for figure in (told, "max_num_seqs=1024", "gpu_memory_utilization=0.95"):
+        assert figure in trial.outcome.detail
+    assert (trial.config.max_num_seqs, trial.config.gpu_memory_utilization) == (1024, 0.95)
 
 
 def test_a_model_that_cannot_be_had_is_a_failed_trial(tmp_path: Path) -> None:

@@ -210,7 +210,8 @@ def test_every_trial_failing_is_an_answer_too(tmp_path: Path) -> None:
     assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
     assert "oom_startup" in answer.reason
     assert (answer.production, answer.protective, answer.slo is None) == (None, None, False)
-    assert len(workers.launched) == len(store.trials()) == 9
+    launched = [trial for trial in store.trials() if trial.launched]
+    assert len(workers.launched) == len(launched) == 9
 
 
 def test_one_failing_setting_does_not_stop_the_study(tmp_path: Path) -> None:
@@ -270,6 +271,73 @@ def test_settings_without_room_for_one_request_are_not_launched(tmp_path: Path) 
     assert all(
         "refused before launch" in trial.outcome.detail for trial in refused if trial.outcome.outcome == "failed"
     )
+
+
+def _shares(*choices: float) -> dict[str, object]:
+    space: dict[str, object] = {
+        "parameters": {
+            "gpu_memory_utilization": {"choices": list(choices), "unit": "share", "why": "near the edge"},
+            "max_num_seqs": {"choices": [32, 64, 128, 1024], "unit": "requests", "why": "up to vLLM's own"},
+            "max_num_batched_tokens": {"choices": [1024, 2048], "unit": "tokens", "why": "two are enough"},
+        }
+    }
+    return {"search_space": _space(space), "budget": {"trials": 14}}
+
+
+def _fails_with(kind: FailureKind, *, share: float, seqs: int = 1) -> Rule:
+    def fails(spec: TrialSpec) -> Failed | None:
+        config = spec.config
+        is_hit = config.gpu_memory_utilization >= share and config.max_num_seqs >= seqs
+        return Failed(kind=kind, detail="out of memory") if is_hit else None
+
+    return fails
+
+
+def test_a_share_that_fails_at_graph_capture_is_launched_once_and_production_keeps_below(tmp_path: Path) -> None:
+    """0.97 passes and 0.98 does not: one launch is lost to it, and 0.95 is what production gets, confirmed as such."""
+    fails = _fails_with(FailureKind.OOM_GRAPH_CAPTURE, share=0.98)
+    over = _shares(0.97, 0.98, 0.99)
+    answer, store, workers = _run(tmp_path, reshape=_saturating, fails=fails, over=over)
+
+    failed = [spec for spec in workers.launched if spec.config.gpu_memory_utilization >= 0.98]
+    assert [spec.config.gpu_memory_utilization for spec in failed] in ([0.98], [0.99, 0.98])
+    refused = [trial for trial in store.trials() if not trial.launched]
+    assert refused
+    for trial in refused:
+        assert isinstance(trial.outcome, Failed)
+        assert trial.outcome.kind is FailureKind.OOM_GRAPH_CAPTURE
+        assert "refused before launch: trial" in trial.outcome.detail
+    assert answer.production is not None
+    assert answer.production.config.gpu_memory_utilization == 0.95
+    assert any("0.97 lowered to 0.95" in sentence for sentence in answer.production.evidence)
+    confirmed = [trial.config for trial in store.trials() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    assert {config.gpu_memory_utilization for config in confirmed} == {0.95}
+
+
+def test_sequences_that_fail_at_the_samplers_warm_up_are_not_tried_at_that_share_again(tmp_path: Path) -> None:
+    """1024 sequences at 0.95 fail: later proposals of as many at as high a share are skipped, and none raises it."""
+    fails = _fails_with(FailureKind.OOM_SAMPLER_WARMUP, share=0.95, seqs=1024)
+    _, store, workers = _run(tmp_path, reshape=_saturating, fails=fails, over=_shares(0.9, 0.95, 0.96))
+
+    hit = [spec.number for spec in workers.launched if fails(spec) is not None]
+    assert hit
+    assert len([spec for spec in workers.launched if fails(spec) and spec.number >= hit[0]]) <= 2
+    first = next(spec for spec in workers.launched if spec.number == hit[0])
+    later = [spec for spec in workers.launched if spec.number > hit[0] and spec.role is TrialRole.STUDY]
+    assert all(spec.config.gpu_memory_utilization <= first.config.gpu_memory_utilization for spec in later)
+    assert any(not trial.launched for trial in store.trials())
+
+
+def test_defaults_that_ran_out_of_memory_are_not_launched_beside_production(tmp_path: Path) -> None:
+    """The comparison is given up and said, not paid for with launches that must fail again."""
+    fails = _fails_with(FailureKind.OOM_GRAPH_CAPTURE, share=0.92)
+    answer, store, workers = _run(tmp_path, reshape=_saturating, fails=fails, over=_shares(0.5, 0.6))
+
+    assert answer.production is not None
+    assert [spec.number for spec in workers.launched if fails(spec) is not None] == [0]
+    roles = [trial.role for trial in store.trials() if trial.role is not TrialRole.STUDY]
+    assert roles[:2] == [TrialRole.CONFIRM_PRODUCTION] * 2
+    assert any("the engine's defaults failed in trial 0: oom_graph_capture" in warning for warning in answer.warnings)
 
 
 def _space(over: dict[str, object]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.pareto import overlap, smaller_first
@@ -19,6 +19,7 @@ from tuner.analysis.slo import (
 )
 from tuner.answer import BurstEvidence, KneeFinding, LadderVerdict, RunVerdict, Slo
 from tuner.measure import latency
+from tuner.oom_lessons import ShareCeiling
 from tuner.records import (
     CLIMB_KINDS,
     EngineConfig,
@@ -44,7 +45,7 @@ class ProductionChoice:
     knee: KneeFinding
     stage: StageRecord
     config: EngineConfig
-    """The trial's config with its fence at the stage's load."""
+    """The trial's config with its fence at the stage's load, and its share at most the one that is safe."""
 
     evidence: tuple[str, ...]
 
@@ -68,7 +69,9 @@ class RunFinding:
     least_violating_trial: int | None = None
 
 
-def choose_production(trials: Sequence[TrialRecord], slo: Slo) -> ProductionChoice | None:
+def choose_production(
+    trials: Sequence[TrialRecord], slo: Slo, *, ceiling: ShareCeiling | None = None
+) -> ProductionChoice | None:
     """The operating point with the most throughput; within noise the smaller setting.
 
     Trials whose ladder shows a knee come first: a fenced or unfinished ladder is chosen from only where no other is,
@@ -77,8 +80,10 @@ def choose_production(trials: Sequence[TrialRecord], slo: Slo) -> ProductionChoi
     Args:
         trials: any trials; only measured study trials count.
         slo: limits on the operating point.
+        ceiling: a share that no choice goes above; None where no higher one ran out of memory.
     """
-    choices = [choice for trial, measured in _studied(trials) if (choice := _pinned(trial, measured, slo)) is not None]
+    pinned = [choice for trial, measured in _studied(trials) if (choice := _pinned(trial, measured, slo)) is not None]
+    choices = pinned if ceiling is None else [_below_ceiling(choice, ceiling) for choice in pinned]
     if not choices:
         return None
     resolved = [choice for choice in choices if choice.knee.verdict is LadderVerdict.KNEE]
@@ -214,6 +219,16 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
     )
     config = trial.config.model_copy(update={"max_num_seqs": stage.load})
     return ProductionChoice(trial=trial, knee=knee, stage=stage, config=config, evidence=evidence)
+
+
+def _below_ceiling(choice: ProductionChoice, ceiling: ShareCeiling) -> ProductionChoice:
+    """The choice at the highest share that is safe; its own launches then show whether that is enough."""
+    asked, most = choice.config.gpu_memory_utilization, ceiling.gpu_memory_utilization
+    if asked <= most:
+        return choice
+    config = choice.config.model_copy(update={"gpu_memory_utilization": most})
+    lowered = f"gpu_memory_utilization {asked:g} lowered to {most:g}: {ceiling.reason}"
+    return replace(choice, config=config, evidence=(*choice.evidence, lowered))
 
 
 def _below(ceiling: EngineConfig, measured: EngineConfig, load: int) -> EngineConfig | None:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuner.engines.memory_failures import memory_failure
 from tuner.engines.process import how_it_ended, read_url
 from tuner.job import EngineSpec
 from tuner.measure.memory import EngineMemory
@@ -50,12 +51,20 @@ def cpus_flag(count: int) -> str:
     return f"count:{count}"
 
 
-def last_words(log_path: Path, *, exit_code: int | None = None) -> Failed:
-    """Why an engine of ours ended, by the decisive line it leaves in its log; without one, by its exit code."""
-    for line in reversed(log_path.read_text(encoding="utf-8", errors="replace").splitlines()):
+def last_words(log_path: Path, *, was_ready: bool, exit_code: int | None = None) -> Failed:
+    """Why an engine ended: by the decisive line ours leaves in its log, by a line on lack of memory, by its exit code.
+
+    Args:
+        was_ready: whether it had answered before.
+    """
+    log = log_path.read_text(encoding="utf-8", errors="replace")
+    for line in reversed(log.splitlines()):
         event = _event(line)
         if event is not None:
             return Failed(kind=FailureKind(event["kind"]), detail=event["message"])
+    without_memory = memory_failure(log, was_ready=was_ready)
+    if without_memory is not None:
+        return without_memory
     return Failed(kind=FailureKind.CRASHED, detail=f"{how_it_ended(exit_code)} and gave no reason; see {log_path}")
 
 
