@@ -63,7 +63,7 @@ def blueprint(config: EngineConfig) -> Blueprint:
         folder=folder,
         model=model,
         max_model_len=max_model_len,
-        dtype=_dtype(config, model, device),
+        dtype=_checked_dtype(config, model, device),
         warnings=tuple(check_against_model(config, max_model_len=max_model_len)),
     )
 
@@ -269,6 +269,16 @@ def _device(config: EngineConfig) -> torch.device:
     if number >= num_gpus:
         raise ConfigError(f"device={config.device!r}, but torch finds {num_gpus} CUDA devices: 0 to {num_gpus - 1}")
     return torch.device("cuda", number)
+
+
+def _checked_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
+    dtype = _dtype(config, model, device)
+    if dtype == "float16" and not model.fits_float16:
+        raise ConfigError(
+            f"dtype={config.dtype!r} is float16 here, which overflows in model {config.model!r}: "
+            "ask for bfloat16 or float32"
+        )
+    return dtype
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:

@@ -69,6 +69,9 @@ class ModelConfig:
     weight_prefix: str
     """What the names of the weights begin with in the checkpoint."""
 
+    fits_float16: bool
+    """Whether it can be computed in float16: Gemma's trained weights overflow it (vLLM: `vllm/config/model.py`)."""
+
     checkpoint_dtype: str
     """The dtype the weights were saved in; float32 where the checkpoint does not say."""
 
@@ -158,6 +161,7 @@ def _model_config(family: Family, eos_token_ids: tuple[int, ...]) -> ModelConfig
         layer_windows=family.layer_windows(),
         layer_ropes=family.layer_ropes(),
         weight_prefix=family.weight_prefix,
+        fits_float16=family.fits_float16,
         checkpoint_dtype=family.dtype or family.torch_dtype or "float32",
         eos_token_ids=eos_token_ids,
     )

@@ -35,6 +35,9 @@ class Family(BaseModel):
     weight_prefix: ClassVar[str] = ""
     """What the names of the weights begin with."""
 
+    fits_float16: ClassVar[bool] = True
+    """Whether what its layers compute stays within float16's largest number, 65504."""
+
     hidden_size: PositiveInt = 4096
     num_hidden_layers: PositiveInt = 32
     num_attention_heads: PositiveInt = 32
@@ -228,6 +231,7 @@ class Gemma3(Family):
     has_qk_norm: ClassVar[bool] = True
     has_output_norms: ClassVar[bool] = True
     norm_offset: ClassVar[float] = 1.0
+    fits_float16: ClassVar[bool] = False
 
     hidden_size: PositiveInt = 2304
     num_hidden_layers: PositiveInt = 26

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +265,17 @@ def test_more_than_one_device_is_refused(size: int, named: str) -> None:
     with pytest.raises(ConfigError, match=rf"{named}.*") as refused:
         TorchExecutor(_config(tensor_parallel_size=size))
     assert f"tensor_parallel_size={size}" in str(refused.value)
+
+
+def test_a_model_that_overflows_float16_is_not_served_in_it(tmp_path: Path) -> None:
+    """A trained Gemma 3 in float16 answers nothing at all; nobody tunes that."""
+    said = {"architectures": ["Gemma3ForCausalLM"], "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**said, "head_dim": 2, "intermediate_size": 8}))
+    config = _config(model=str(tmp_path), load_format="dummy", max_num_seqs=2)
+
+    with pytest.raises(ConfigError, match=r"float16.*overflows.*bfloat16 or float32"):
+        TorchExecutor(dataclasses.replace(config, dtype="float16"))
+    assert TorchExecutor(dataclasses.replace(config, dtype="bfloat16")).resolved.dtype == "bfloat16"
 
 
 def test_a_layer_of_each_kind_is_measured() -> None:
