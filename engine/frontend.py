@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Self
+from typing import NamedTuple, Self
 
 from engine.config import ResolvedConfig
 from engine.core import (
@@ -59,8 +59,7 @@ class NewRequest:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class NewToken:
+class NewToken(NamedTuple):
     """One generated token, and, with the last one, why generation ended."""
 
     token_id: int
@@ -106,12 +105,16 @@ class Generation:
         self.num_prompt_tokens = num_prompt_tokens
         self.submitted_at_s = perf_counter()
         self.last_token_at_s: float | None = None
-        self._news: asyncio.Queue[NewToken | EngineGoneError | RequestRefusedError] = asyncio.Queue()
+        # With one reader a deque and a future do what `asyncio.Queue` does, for half its time, once a token.
+        self._news: deque[NewToken | EngineGoneError | RequestRefusedError] = deque()
+        self._reader: asyncio.Future[None] | None = None
         self._is_over = False
 
     def put(self, news: NewToken | EngineGoneError | RequestRefusedError) -> None:
         """Hand over the next token, or why there will be none."""
-        self._news.put_nowait(news)
+        self._news.append(news)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def __aiter__(self) -> Self:
         return self
@@ -119,7 +122,10 @@ class Generation:
     async def __anext__(self) -> NewToken:
         if self._is_over:
             raise StopAsyncIteration
-        news = await self._news.get()
+        if not self._news:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        news = self._news.popleft()
         if not isinstance(news, NewToken):
             self._is_over = True
             raise news
@@ -182,7 +188,11 @@ class Frontend:
             yield generations
         finally:
             for generation in generations:
-                self._abort(generation)
+                self._abort(generation, FinishReason.ABORT)
+
+    def stop(self, generation: Generation) -> None:
+        """End a request whose text is complete, though the engine would go on: it counts as stopped, not as aborted."""
+        self._abort(generation, FinishReason.STOP)
 
     async def reset_prefix_cache(self) -> bool:
         """Ask every core to forget its cached prefixes; False if any could not, because requests hold blocks.
@@ -240,10 +250,10 @@ class Frontend:
         )
         return generation
 
-    def _abort(self, generation: Generation) -> None:
+    def _abort(self, generation: Generation, counted_as: FinishReason) -> None:
         if generation.request_id in self._generations:
             self._send(generation.core, Abort(generation.request_id))
-            self._end(generation, FinishReason.ABORT, now_s=perf_counter())
+            self._end(generation, counted_as, now_s=perf_counter())
 
     def _end(self, generation: Generation, reason: FinishReason, *, now_s: float) -> None:
         del self._generations[generation.request_id]

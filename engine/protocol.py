@@ -1,38 +1,29 @@
-"""The OpenAI HTTP protocol as values: requests as they may be asked, errors, and the pieces of an answer."""
+"""OpenAI's requests as values: what may be asked, what it means to the engine, and how a refusal is told."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Annotated, TypeVar
-from uuid import uuid4
+import reprlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from engine.request import FinishReason, SamplingParams
+from engine.choice import TextStop
+from engine.request import MAX_LOGPROBS, SamplingParams
+
+MAX_CHOICES_PER_PROMPT = 128
+_MAX_PROMPTS = 2048
+_MAX_STOP_STRINGS = 4
+"""These three are OpenAI's limits."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "n": (1,),
-    "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
-    "min_tokens": (0, 1),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
@@ -47,7 +38,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 _HARMLESS = frozenset(
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
-        *("parallel_tool_calls", "spaces_between_special_tokens", "include_stop_str_in_output", "priority"),
+        *("parallel_tool_calls", "spaces_between_special_tokens", "priority"),
     }
 )
 """Fields that do not change the tokens; they are accepted and have no effect."""
@@ -80,60 +71,178 @@ class StreamOptions(BaseModel):
     """Every chunk holds the counts so far."""
 
 
+def _kind_of_list(value: object) -> str:
+    """What a list holds, by its first item."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str):
+        return _TEXTS
+    return _TOKEN_LISTS if isinstance(first, list) else _TOKENS
+
+
+def _kind_of_prompt(value: object) -> str:
+    return _kind_of_list(value) if isinstance(value, list) else _TEXT
+
+
+def _kind_of_stop(value: object) -> str:
+    return _TEXTS if isinstance(value, list) else _TEXT
+
+
+_TEXT, _TEXTS, _TOKENS, _TOKEN_LISTS = _KINDS = ("text", "texts", "tokens", "token lists")
+_StopString = Annotated[str, Field(min_length=1)]
+_Prompt = Annotated[
+    Annotated[str, Tag(_TEXT)]
+    | Annotated[list[int], Tag(_TOKENS)]
+    | Annotated[list[str], Field(max_length=_MAX_PROMPTS), Tag(_TEXTS)]
+    | Annotated[list[list[int]], Field(max_length=_MAX_PROMPTS), Tag(_TOKEN_LISTS)],
+    Discriminator(_kind_of_prompt),
+]
+_Stop = Annotated[
+    Annotated[_StopString, Tag(_TEXT)] | Annotated[list[_StopString], Field(max_length=_MAX_STOP_STRINGS), Tag(_TEXTS)],
+    Discriminator(_kind_of_stop),
+]
+"""One choice by what is there, so that an error is about what the client meant."""
+
+_MOST_WRITTEN = 100
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Value = TypeVar("_Value")
+
+
+def _written(value: object) -> str:
+    """A value that is refused, on one line of the error."""
+    text = reprlib.repr(value)
+    return text if len(text) <= _MOST_WRITTEN else f"{text[:_MOST_WRITTEN]}..."
+
+
+def _or(asked: _Value | None, default: _Value) -> _Value:
+    return default if asked is None else asked
+
+
 class _GenerationRequest(BaseModel):
     """What both endpoints take. Fields this engine does not have may be sent only with a neutral value."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    ignore_eos: bool = False
-    stream: bool = False
+    stop: _Stop | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT)] | None = None
+    best_of: int | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
         """Check what no single field can say.
 
         Raises:
-            ApiError: for a field that this engine does not have and that asks for something.
+            ApiError: for fields that do not go together, or one that this engine does not have and that asks for
+                something.
         """
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if self.best_of not in (None, self.num_choices):
+            raise ApiError(
+                400,
+                f"best_of={self.best_of} with n={self.num_choices}: this engine returns every answer it generates, so "
+                "they must be equal; leave best_of out",
+                param="best_of",
+            )
         for name, value in (self.model_extra or {}).items():
-            self._check_extra(name, value)
+            _check_extra(name, value)
 
-    def _check_extra(self, name: str, value: object) -> None:
-        if value is None or name in _HARMLESS or (name == "min_tokens" and self.ignore_eos):
-            return
-        if name not in _NEUTRAL:
-            raise ApiError(400, f"{name} is not a field this engine knows: leave it out", param=name)
-        # Python's 0 equals False, but `logprobs: 0` asks for something.
-        if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in _NEUTRAL[name]):
-            return
-        raise ApiError(400, f"{name}={value!r} is not supported and would change the output: leave it out", param=name)
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return _or(self.n, 1)
 
-    def sampling(self, *, default_max_tokens: int) -> SamplingParams:
-        """How to sample, with OpenAI's defaults for what was not said."""
+    def text_stop(self) -> TextStop:
+        """What ends the text."""
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return TextStop(tuple(strings), included=_or(self.include_stop_str_in_output, False))  # noqa: FBT003
+
+    def sampling(self, *, default_max_tokens: int, vocab_size: int) -> SamplingParams:
+        """How to sample, with OpenAI's defaults for what was not said.
+
+        Raises:
+            ApiError: for more `min_tokens` than `max_tokens`, or stop tokens the model does not have.
+        """
+        max_tokens = self._asked_max_tokens() or default_max_tokens
+        min_tokens = _or(self.min_tokens, 0)
+        if min_tokens > max_tokens:
+            raise ApiError(400, f"min_tokens={min_tokens} is above max_tokens={max_tokens}", param="min_tokens")
+        for token_id in self.stop_token_ids or ():
+            if not 0 <= token_id < vocab_size:
+                raise ApiError(
+                    400,
+                    f"stop_token_ids: {token_id} is outside the vocabulary [0, {vocab_size})",
+                    param="stop_token_ids",
+                )
         return SamplingParams(
-            max_tokens=self._asked_max_tokens() or default_max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=max(0, _or(self.top_k, 0)),
+            min_p=_or(self.min_p, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            num_logprobs=self._num_logprobs(),
             seed=self.seed,
-            ignore_eos=self.ignore_eos,
+            ignore_eos=_or(self.ignore_eos, False),  # noqa: FBT003
         )
 
     def _asked_max_tokens(self) -> int | None:
         return self.max_tokens
 
+    @abstractmethod
+    def _num_logprobs(self) -> int | None:
+        """As in `SamplingParams`; the endpoints ask in ways of their own."""
+
+
+def _check_extra(name: str, value: object) -> None:
+    if value is None or name in _HARMLESS:
+        return
+    if name not in _NEUTRAL:
+        raise ApiError(400, f"{name} is not a field this engine knows: leave it out", param=name)
+    # Python's 0 equals False, but 0 may ask for something where false does not.
+    if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in _NEUTRAL[name]):
+        return
+    raise ApiError(
+        400, f"{name}={_written(value)} is not supported and would change the output: leave it out", param=name
+    )
+
 
 _Request = TypeVar("_Request", bound=_GenerationRequest)
+_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class CompletionRequest(_GenerationRequest):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[int]
+    prompt: _Prompt
+    logprobs: _NumLogprobs | None = None
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, one or a batch."""
+        if _kind_of_prompt(self.prompt) in (_TEXT, _TOKENS):
+            return [cast("str | list[int]", self.prompt)]
+        return cast("list[str] | list[list[int]]", self.prompt)
+
+    def _num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatRequest(_GenerationRequest):
@@ -141,10 +250,25 @@ class ChatRequest(_GenerationRequest):
 
     messages: Annotated[list[dict[str, object]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: _NumLogprobs | None = None
+
+    def check(self) -> None:
+        """As both endpoints, and that `top_logprobs` comes with `logprobs`.
+
+        Raises:
+            ApiError: as there.
+        """
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, f"top_logprobs={self.top_logprobs} needs logprobs: true", param="top_logprobs")
 
     def _asked_max_tokens(self) -> int | None:
         """The newer name of `max_tokens` wins."""
         return self.max_completion_tokens or self.max_tokens
+
+    def _num_logprobs(self) -> int | None:
+        return _or(self.top_logprobs, 0) if self.logprobs else None
 
     def plain_messages(self) -> list[dict[str, object]]:
         """The messages with text parts joined into one string, as chat templates expect.
@@ -179,67 +303,10 @@ def parse_body(kind: type[_Request], body: bytes) -> _Request:
         request = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
-        param = str(first["loc"][0]) if first["loc"] else None
-        raise ApiError(400, f"{path}: {first['msg']}" if path else first["msg"], param=param) from error
+        parts = [str(part) for part in first["loc"] if part not in _KINDS]
+        if not parts:
+            raise ApiError(400, first["msg"]) from error
+        value = "" if first["type"] == "missing" else f"={_written(first['input'])}"
+        raise ApiError(400, f"{'.'.join(parts)}{value}: {first['msg']}", param=parts[0]) from error
     request.check()
     return request
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    def as_json(self) -> str:
-        """The `usage` object."""
-        total = self.prompt_tokens + self.completion_tokens
-        return (
-            f'{{"prompt_tokens":{self.prompt_tokens},"completion_tokens":{self.completion_tokens},'
-            f'"total_tokens":{total}}}'
-        )
-
-
-class AnswerFormat:
-    """Writes one answer, whole or in chunks; what is the same in every chunk is put together once."""
-
-    def __init__(self, model: str, *, is_chat: bool) -> None:
-        created = int(datetime.now(UTC).timestamp())
-        answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
-        whole, chunk = ("chat.completion", "chat.completion.chunk") if is_chat else ("text_completion",) * 2
-        rest = f'"created":{created},"model":{json.dumps(model)},"choices":['
-        self._is_chat = is_chat
-        self._whole = f'{{"id":"{answer_id}","object":"{whole}",{rest}'
-        self._chunk = f'data: {{"id":"{answer_id}","object":"{chunk}",{rest}'
-        self._before_text = self._chunk + ('{"index":0,"delta":{"content":' if is_chat else '{"index":0,"text":')
-        self._after_text = ("}" if is_chat else "") + ',"logprobs":null,"finish_reason":'
-
-    def chunk(self, text: str, reason: FinishReason | None, usage: str) -> bytes:
-        """The event of one token. `usage` is what `usage_field` gave."""
-        why = "null" if reason is None else f'"{reason.value}"'
-        return f"{self._before_text}{json.dumps(text)}{self._after_text}{why}}}]{usage}}}\n\n".encode()
-
-    def role_chunk(self, usage: str) -> bytes:
-        """The event that opens a chat answer, before its first token."""
-        choice = '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return f"{self._chunk}{choice}]{usage}}}\n\n".encode()
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """The event with the final counts, and no choices."""
-        return f'{self._chunk}],"usage":{usage.as_json()}}}\n\n'.encode()
-
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> bytes:
-        """The JSON of an answer that was not streamed."""
-        message = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-        choice = json.dumps({"index": 0, **message, "logprobs": None, "finish_reason": reason.value})
-        return f'{self._whole}{choice}],"usage":{usage.as_json()}}}'.encode()
-
-
-def error_event(error: ApiError) -> bytes:
-    """The event that ends a stream which cannot go on."""
-    return f"data: {json.dumps(error.body())}\n\n".encode()
-
-
-DONE_EVENT = b"data: [DONE]\n\n"

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from aiohttp import web
 
+from engine.answers import DONE_EVENT, AnswerFormat, Usage, error_event
+from engine.choice import Choice, Piece, TextStop
 from engine.config import ResolvedConfig
 from engine.core import prompt_refusal
 from engine.frontend import EngineGoneError, Frontend, Generation, NewRequest, OverloadedError
-from engine.protocol import (
-    DONE_EVENT,
-    AnswerFormat,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    StreamOptions,
-    Usage,
-    error_event,
-    parse_body,
-)
-from engine.request import FinishReason, SamplingParams
+from engine.protocol import ApiError, ChatRequest, CompletionRequest, StreamOptions, parse_body
+from engine.request import SamplingParams
 from engine.scheduler import RequestRefusedError, refusal
 from engine.stats import engine_version
 from engine.tokenizer import ChatTemplateError, TextTokenizer
@@ -33,6 +27,7 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 2**20
 _DEFAULT_COMPLETION_TOKENS = 16
 _CLIENT_GONE = 499
+_Done = TypeVar("_Done")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -40,11 +35,34 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class _Job:
     """A request that was found good: what to generate and how to answer."""
 
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    choices: tuple[NewRequest, ...]
+    """In the order of their indexes: all of the first prompt, all of the second …"""
+
+    num_prompt_tokens: int
+    """Of all prompts, each once. Unit: tokens."""
+
+    text_stop: TextStop
     is_chat: bool
     stream: bool
     options: StreamOptions
+
+
+def _job(body: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> _Job:
+    return _Job(
+        choices=tuple(
+            NewRequest(prompt, _for_choice(params, index)) for prompt in prompts for index in range(body.num_choices)
+        ),
+        num_prompt_tokens=sum(map(len, prompts)),
+        text_stop=body.text_stop(),
+        is_chat=isinstance(body, ChatRequest),
+        stream=bool(body.stream),
+        options=body.stream_options or StreamOptions(),
+    )
+
+
+def _for_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """The same but for the seed, so that the choices of one prompt differ (vLLM: `ParentRequest`)."""
+    return params if params.seed is None or index == 0 else replace(params, seed=params.seed + index)
 
 
 class Api:
@@ -71,19 +89,14 @@ class Api:
         """POST /v1/completions."""
         body = parse_body(CompletionRequest, await request.read())
         self._check_model(body.model)
-        if isinstance(body.prompt, str):
-            prompt = self._tokenizer.encode(body.prompt, add_special_tokens=True)
-        else:
-            prompt = tuple(body.prompt)
-        self._check_prompt(prompt, param="prompt")
-        job = _Job(
-            prompt_token_ids=prompt,
-            sampling=body.sampling(default_max_tokens=_DEFAULT_COMPLETION_TOKENS),
-            is_chat=False,
-            stream=body.stream,
-            options=body.stream_options or StreamOptions(),
-        )
-        return await self._answer(request, job)
+        prompts = [
+            self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in body.prompts()
+        ]
+        for prompt in prompts:
+            self._check_prompt(prompt, param="prompt")
+        params = body.sampling(default_max_tokens=_DEFAULT_COMPLETION_TOKENS, vocab_size=self._resolved.vocab_size)
+        return await self._answer(request, _job(body, prompts, params))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -95,14 +108,10 @@ class Api:
             raise ApiError(400, str(error), param="messages") from error
         prompt = self._tokenizer.encode(text, add_special_tokens=False)
         self._check_prompt(prompt, param="messages")
-        job = _Job(
-            prompt_token_ids=prompt,
-            sampling=body.sampling(default_max_tokens=self._resolved.max_model_len - len(prompt)),
-            is_chat=True,
-            stream=body.stream,
-            options=body.stream_options or StreamOptions(),
+        params = body.sampling(
+            default_max_tokens=self._resolved.max_model_len - len(prompt), vocab_size=self._resolved.vocab_size
         )
-        return await self._answer(request, job)
+        return await self._answer(request, _job(body, [prompt], params))
 
     async def models(self, _request: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -144,25 +153,32 @@ class Api:
             raise ApiError(400, reason, param=param, code="context_length_exceeded" if is_long else None)
 
     async def _answer(self, request: web.Request, job: _Job) -> web.StreamResponse:
-        with self._frontend.admit([NewRequest(job.prompt_token_ids, job.sampling)]) as (generation,):
-            return await (self._stream(request, job, generation) if job.stream else self._whole(job, generation))
+        with self._frontend.admit(job.choices) as generations:
+            return await (self._stream(request, job, generations) if job.stream else self._whole(job, generations))
 
-    async def _whole(self, job: _Job, generation: Generation) -> web.Response:
-        detokenizer = self._tokenizer.detokenizer()
-        texts: list[str] = []
-        reason = FinishReason.ABORT
-        async for token in generation:
-            texts.append(detokenizer.push(token.token_id, is_last=token.finish_reason is not None))
-            reason = token.finish_reason or reason
+    async def _whole(self, job: _Job, generations: Sequence[Generation]) -> web.Response:
+        choices = await together(
+            [self._collect(job, index, generation) for index, generation in enumerate(generations)]
+        )
         answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
-        usage = Usage(len(job.prompt_token_ids), len(texts))
-        return web.Response(body=answer.whole("".join(texts), reason, usage), content_type="application/json")
+        usage = Usage(job.num_prompt_tokens, sum(map(len, choices)))
+        return web.Response(body=answer.whole(choices, usage), content_type="application/json")
 
-    async def _stream(self, request: web.Request, job: _Job, generation: Generation) -> web.StreamResponse:
+    async def _collect(self, job: _Job, index: int, generation: Generation) -> list[Piece]:
+        choice = self._choice(job, index)
+        pieces: list[Piece] = []
+        async for token in generation:
+            pieces.append(choice.take(token))
+            if pieces[-1].finish_reason is not None:
+                self._frontend.stop(generation)
+                break
+        return pieces
+
+    async def _stream(self, request: web.Request, job: _Job, generations: Sequence[Generation]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            await self._write_events(response, job, generation)
+            await self._write_events(response, job, generations)
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - a stream that has begun can only say so as an event; it is logged
@@ -170,27 +186,51 @@ class Api:
         await response.write_eof()
         return response
 
-    async def _write_events(self, response: web.StreamResponse, job: _Job, generation: Generation) -> None:
+    async def _write_events(self, response: web.StreamResponse, job: _Job, generations: Sequence[Generation]) -> None:
         """One event a token, even where its text is still empty; then the final counts where asked for."""
         answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
-        detokenizer = self._tokenizer.detokenizer()
-        num_prompt = len(job.prompt_token_ids)
-        num_tokens = 0
+        usage = Usage(job.num_prompt_tokens)
+
+        async def write_choice(index: int, generation: Generation) -> None:
+            choice = self._choice(job, index)
+            async for token in generation:
+                piece = choice.take(token)
+                usage.completion_tokens += 1
+                if piece.finish_reason is not None:
+                    self._frontend.stop(generation)
+                await response.write(answer.chunk(index, piece, _usage_field(job.options, usage)))
+                if piece.finish_reason is not None:
+                    break
+
         if job.is_chat:
-            await response.write(answer.role_chunk(_usage_field(job.options, num_prompt, 0)))
-        async for token in generation:
-            num_tokens += 1
-            text = detokenizer.push(token.token_id, is_last=token.finish_reason is not None)
-            usage = _usage_field(job.options, num_prompt, num_tokens)
-            await response.write(answer.chunk(text, token.finish_reason, usage))
+            for index in range(len(generations)):
+                await response.write(answer.role_chunk(index, _usage_field(job.options, usage)))
+        await together([write_choice(index, generation) for index, generation in enumerate(generations)])
         if job.options.include_usage:
-            await response.write(answer.usage_chunk(Usage(num_prompt, num_tokens)))
+            await response.write(answer.usage_chunk(usage))
         await response.write(DONE_EVENT)
 
+    def _choice(self, job: _Job, index: int) -> Choice:
+        """What reads a choice's tokens. Where it finds an end that the engine does not, `Frontend.stop` tells it."""
+        sampling = job.choices[index].sampling
+        return Choice(self._tokenizer, sampling, job.text_stop, eos_token_ids=self._resolved.eos_token_ids)
 
-def _usage_field(options: StreamOptions, num_prompt: int, num_tokens: int) -> str:
+
+async def together(works: Sequence[Coroutine[None, None, _Done]]) -> list[_Done]:
+    """Do all at once; the first to fail ends the others and is what the caller sees."""
+    if len(works) == 1:  # the common case needs no task of its own
+        return [await works[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [task.result() for task in tasks]
+
+
+def _usage_field(options: StreamOptions, usage: Usage) -> str:
     if options.continuous_usage_stats:
-        return f',"usage":{Usage(num_prompt, num_tokens).as_json()}'
+        return f',"usage":{usage.as_json()}'
     return ',"usage":null' if options.include_usage else ""
 
 

@@ -49,6 +49,10 @@ class TextTokenizer:
         """Text of token ids, special tokens left out; bytes that form no character become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def token_text(self, token_id: int) -> str:
+        """What one token stands for by itself, special ones too."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one request."""
         return Detokenizer(self)
@@ -123,6 +127,14 @@ class Detokenizer:
         num_held_back = len(self._token_ids) - self._num_given
         if text.endswith(_REPLACEMENT) and num_held_back < _MOST_HELD_BACK_TOKENS and not is_last:
             return ""
+        return self._give(text)
+
+    def flush(self) -> str:
+        """What was held back, when no token follows that could complete it."""
+        return self._give(self._tokenizer.decode(self._token_ids))
+
+    def _give(self, text: str) -> str:
+        """All of `text`, which is that of the tokens kept, but what was given before."""
         new = text[len(self._given_text) :]
         self._token_ids = self._token_ids[self._num_given :]
         self._num_given = len(self._token_ids)

@@ -240,4 +240,5 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     totals = cumulated[:, -1:]
     # A uniform one step below 1 can round up to the total, which no entry passes.
     targets = torch.minimum(uniforms.unsqueeze(1) * totals, torch.nextafter(totals, torch.zeros_like(totals)))
-    return torch.searchsorted(cumulated, targets, right=True).squeeze(1)
+    # A model that overflows gives NaN, which every entry fails to pass: the token must still be one.
+    return torch.searchsorted(cumulated, targets, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 
@@ -61,6 +62,73 @@ def test_the_official_client_chats(client: OpenAI) -> None:
     ]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
     assert answers[0].choices[0].message.role == "assistant"
+
+
+def test_choices_differ_by_their_seeds_and_come_prompt_by_prompt(client: OpenAI) -> None:
+    """Choice k of a prompt is what the seed plus k gives alone, in a batch of prompts too; greedy ones are equal."""
+    asked = {"model": "embedded", "max_tokens": 8, "temperature": 1.0}
+    together = client.completions.create(prompt=["knee", "elbow"], n=2, seed=7, **asked)
+    alone = [
+        client.completions.create(prompt=prompt, seed=seed, **asked).choices[0].text
+        for prompt in ("knee", "elbow")
+        for seed in (7, 8)
+    ]
+    greedy = client.completions.create(prompt="knee", n=3, **{**asked, "temperature": 0})
+
+    assert [choice.text for choice in together.choices] == alone
+    assert len(set(alone)) == 4
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in greedy.choices}) == 1
+
+
+def test_the_official_client_reads_log_probabilities(client: OpenAI) -> None:
+    """Both endpoints' shapes; greedy tokens are the likeliest, and a distribution adds up to at most 1."""
+    completion = client.completions.create(model="embedded", prompt="knee", max_tokens=4, temperature=0, logprobs=5)
+    chat = client.chat.completions.create(
+        model="embedded",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=5,
+    )
+    told = completion.choices[0].logprobs
+    assert told is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    assert [len(values) for values in (told.tokens or [], told.token_logprobs, told.text_offset or [])] == [4, 4, 4]
+    for drawn, top in zip(told.token_logprobs, told.top_logprobs, strict=True):
+        assert drawn == max(top.values())
+        assert sum(math.exp(value) for value in top.values()) < 1.0001
+    content = chat.choices[0].logprobs
+    assert content is not None
+    assert content.content is not None
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in content.content)
+    assert all(len(token.top_logprobs) == 5 for token in content.content)
+
+
+def test_the_official_client_cuts_and_stops(client: OpenAI) -> None:
+    """Every way to cut the distribution down to one token is greedy, and a stop string ends a stream."""
+    asked = {"model": "embedded", "prompt": "knee", "max_tokens": 12}
+    greedy = client.completions.create(temperature=0, **asked).choices[0].text
+    for only_one in ({"top_p": 1e-6}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}):
+        assert client.completions.create(seed=3, **only_one, **asked).choices[0].text == greedy
+    stop = greedy[4:6]
+    chunks = list(client.completions.create(temperature=0, stop=[stop], stream=True, **asked))
+
+    assert "".join(chunk.choices[0].text for chunk in chunks) == greedy[: greedy.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_min_tokens_and_penalties_change_a_greedy_answer(client: OpenAI) -> None:
+    """What the greedy answer would repeat or end with becomes impossible while it is asked to."""
+    asked = {"model": "embedded", "prompt": "knee", "max_tokens": 30, "temperature": 0, "logprobs": 0}
+    plain = client.completions.create(**asked).choices[0].logprobs
+    varied = client.completions.create(presence_penalty=2.0, extra_body={"repetition_penalty": 100}, **asked)
+    told = varied.choices[0].logprobs
+    assert plain is not None
+    assert told is not None
+    assert len(set(told.tokens or [])) > len(set(plain.tokens or []))
 
 
 def test_the_official_client_understands_a_refusal(client: OpenAI) -> None:

@@ -121,12 +121,15 @@ async def test_chat_opens_with_the_role(client: aiohttp.ClientSession) -> None:
         ({"prompt": []}, 400, ["empty"]),
         ({"prompt": [1, 259]}, 400, ["259"]),
         ({"prompt": [1, -1]}, 400, ["-1"]),
-        ({"prompt": ["a", "b"]}, 400, ["prompt"]),
+        ({"prompt": ["a", "b" * 300]}, 400, ["max_model_len is 256"]),
+        ({"prompt": [[5], [1, 259]]}, 400, ["259"]),
         ({"prompt": "a", "model": "other"}, 404, ["other", "embedded"]),
         ({"prompt": "a", "max_tokens": 0}, 400, ["max_tokens"]),
-        ({"prompt": "a", "top_p": 0.9}, 400, ["top_p", "0.9"]),
-        ({"prompt": "a", "stop": ["x"]}, 400, ["stop"]),
-        ({"prompt": "a", "logprobs": 0}, 400, ["logprobs"]),
+        ({"prompt": "a", "top_p": 1.1}, 400, ["top_p", "1.1", "less than or equal to 1"]),
+        ({"prompt": "a", "stop": list("abcde")}, 400, ["stop", "at most 4"]),
+        ({"prompt": "a", "logprobs": 21}, 400, ["logprobs", "21", "20"]),
+        ({"prompt": "a", "n": 129}, 400, ["n=129", "128"]),
+        ({"prompt": "a", "stop_token_ids": [259]}, 400, ["stop_token_ids", "[0, 259)"]),
         ({"prompt": "a", "tempreature": 0}, 400, ["tempreature"]),
         ({"prompt": "a", "temperature": -1}, 400, ["temperature"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, ["stream_options"]),
@@ -179,9 +182,141 @@ async def test_the_newer_name_of_max_tokens_wins(client: aiohttp.ClientSession) 
 async def test_neutral_and_harmless_fields_are_accepted(client: aiohttp.ClientSession) -> None:
     """Clients that spell out the defaults are served."""
     body = {"prompt": "a", "top_p": 1.0, "top_k": -1, "n": 1, "stop": None, "user": "me", "logprobs": None}
-    body |= {"min_tokens": 4, "max_tokens": 4, "ignore_eos": True, "repetition_penalty": 1.0}
+    body |= {"echo": False, "suffix": None, "tools": [], "response_format": {"type": "text"}, "stream": None}
     async with client.post("/v1/completions", json=body) as response:
         assert response.status == 200
+
+
+@pytest.mark.parametrize("included", [False, True])
+async def test_a_stop_string_ends_an_answer(client: aiohttp.ClientSession, included: bool) -> None:  # noqa: FBT001 - a case
+    """Across tokens, whole and streamed: the text ends there, and the usage counts every token that was generated."""
+    body = {"prompt": "a", "max_tokens": 20, "stop": ["xyz", "def"], "include_stop_str_in_output": included}
+    text = "abcdef" if included else "abc"
+    async with client.post("/v1/completions", json=body) as response:
+        whole = await response.json()
+    options = {"include_usage": True}
+    async with client.post("/v1/completions", json={**body, "stream": True, "stream_options": options}) as response:
+        *events, last = data_of(await response.text())
+    (choice,) = whole["choices"]
+
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", "def")
+    assert whole["usage"] == last["usage"]
+    assert last["usage"]["completion_tokens"] == len(events) == 6
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+    assert "de" not in "".join(event["choices"][0]["text"] for event in events[:-1]) or included
+    assert events[-1]["choices"][0]["stop_reason"] == "def"
+
+
+async def test_a_stop_token_ends_an_answer(client: aiohttp.ClientSession) -> None:
+    """Not before `min_tokens`; named in `stop_reason`, and no part of the text."""
+    body = {"prompt": "a", "max_tokens": 60, "stop_token_ids": [ord("c")]}
+    for asked, text in (({}, "ab"), ({"min_tokens": 4}, "abcdefghijklmnopqrstuvwxyzab")):
+        async with client.post("/v1/completions", json={**body, **asked}) as response:
+            (choice,) = (await response.json())["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", ord("c"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_work_at_once(stream: bool) -> None:  # noqa: FBT001 - a case
+    """The engine does not go on generating what nobody will read, and the request counts as stopped."""
+    body = {"prompt": "a", "max_tokens": 4000, "stop": "c", "stream": stream}  # over a minute, if nobody stops it
+    command = fake_command("SlowExecutor", max_model_len=4096, num_gpu_blocks_override=600)
+    with serving(command) as running:
+        async with aiohttp.ClientSession(running.url) as session, asyncio.timeout(20):
+            async with session.post("/v1/completions", json=body) as response:
+                assert '"stop_reason":"c"' in await response.text()
+            await until(session, "vllm:num_requests_running", 0)
+            assert await metric(session, "vllm:kv_cache_usage_perc") == 0
+            assert await metric(session, "vllm:request_success_total", finished_reason="stop") == 1
+            assert await metric(session, "vllm:request_success_total", finished_reason="abort") == 0
+
+
+async def test_choices_share_an_answer(client: aiohttp.ClientSession) -> None:
+    """`n` answers to each of two prompts, in one body; a prompt counts once, every generated token counts."""
+    body = {"prompt": [[5, 6, 7], [8]], "n": 3, "max_tokens": 4}
+    async with client.post("/v1/completions", json=body) as response:
+        whole = await response.json()
+
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert {choice["text"] for choice in whole["choices"]} == {"abcd"}
+    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 24, "total_tokens": 28}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_stream_carries_its_choices(client: aiohttp.ClientSession, path: str) -> None:
+    """Every choice comes as it is generated, one event a token, and running usage counts them all."""
+    body: dict[str, object] = (
+        {"prompt": "a"} if path == "completions" else {"messages": [{"role": "u", "content": "a"}]}
+    )
+    body |= {"n": 3, "max_tokens": 5, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    async with client.post(f"/v1/{path}", json=body) as response:
+        *events, last = data_of(await response.text())
+    roles = [event for event in events if "role" in event["choices"][0].get("delta", {})]
+    tokens = events[len(roles) :]
+    indexes = [event["choices"][0]["index"] for event in tokens]
+
+    assert [event["choices"][0]["index"] for event in roles] == ([] if path == "completions" else [0, 1, 2])
+    assert sorted(indexes) == [0] * 5 + [1] * 5 + [2] * 5
+    assert [event["usage"]["completion_tokens"] for event in tokens] == list(range(1, 16))
+    assert last["usage"]["completion_tokens"] == 15
+    for index in range(3):
+        reasons = [e["choices"][0]["finish_reason"] for e in tokens if e["choices"][0]["index"] == index]
+        assert reasons == [None] * 4 + ["length"]
+
+
+async def test_a_client_that_leaves_ends_all_its_choices() -> None:
+    """Running and seen side by side, or waiting, streamed or not: nothing is generated for nobody."""
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 4000, "ignore_eos": True}
+    command = fake_command("SlowExecutor", max_num_seqs=3, max_model_len=4096, num_gpu_blocks_override=900)
+    with serving(command) as running:
+        async with aiohttp.ClientSession(running.url) as watcher:
+            async with aiohttp.ClientSession(running.url) as leaver:
+                stream = await leaver.post("/v1/completions", json={**body, "stream": True})
+                lines = [await stream.content.readline() for _ in range(2 * 6)]
+                events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.strip()]
+                assert {event["choices"][0]["index"] for event in events} == {0, 1, 2}
+                whole = asyncio.create_task(leaver.post("/v1/completions", json=body))
+                await until(watcher, "vllm:num_requests_waiting", 5)
+                whole.cancel()
+                stream.close()
+            for name in ("running", "waiting"):
+                await until(watcher, f"vllm:num_requests_{name}", 0)
+            assert await metric(watcher, "vllm:kv_cache_usage_perc") == 0
+            assert await metric(watcher, "vllm:request_success_total", finished_reason="abort") == 8
+
+
+async def test_completions_tell_log_probabilities(client: aiohttp.ClientSession) -> None:
+    """In the shape of OpenAI's completions, the same whole and in pieces."""
+    body = {"prompt": "a", "max_tokens": 2, "logprobs": 1}
+    async with client.post("/v1/completions", json=body) as response:
+        whole = (await response.json())["choices"][0]["logprobs"]
+    async with client.post("/v1/completions", json={**body, "stream": True}) as response:
+        events = [event["choices"][0]["logprobs"] for event in data_of(await response.text())]
+
+    assert whole == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-1.0, -1.0],
+        "top_logprobs": [{"a": -1.0, "`": 0.0}, {"b": -1.0, "a": 0.0}],
+        "text_offset": [0, 1],
+    }
+    assert {name: [event[name][0] for event in events] for name in whole} == whole
+
+
+async def test_chat_tells_log_probabilities(client: aiohttp.ClientSession) -> None:
+    """In the shape of OpenAI's chat, the same whole and in pieces; without `top_logprobs` only of the token drawn."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    async with client.post("/v1/chat/completions", json=body) as response:
+        whole = (await response.json())["choices"][0]["logprobs"]["content"]
+    async with client.post("/v1/chat/completions", json={**body, "stream": True}) as response:
+        _, *events = data_of(await response.text())
+    async with client.post("/v1/chat/completions", json={**body, "top_logprobs": None}) as response:
+        bare = (await response.json())["choices"][0]["logprobs"]["content"]
+
+    drawn, likeliest = {"token": "a", "logprob": -1.0, "bytes": [97]}, {"token": "`", "logprob": 0.0, "bytes": [96]}
+    assert whole[0] == {**drawn, "top_logprobs": [likeliest, drawn]}
+    assert whole == [event["choices"][0]["logprobs"]["content"][0] for event in events]
+    assert bare[0] == {**drawn, "top_logprobs": []}
 
 
 async def test_requests_that_are_no_requests_get_json_errors(client: aiohttp.ClientSession) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import ConfigError, EngineConfig, MemoryBudget, ResolvedConfig, check_against_model
-from engine.step import ScheduledRequest, StepPlan, StepResult
+from engine.step import ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
 EOS_TOKEN_ID = 0
 NUM_BLOCKS = 64
@@ -45,7 +45,13 @@ def fake_resolved(asked: EngineConfig, *, eos_token_ids: tuple[int, ...] = (EOS_
 
 def next_token(item: ScheduledRequest) -> int:
     """A printable byte that depends on the position only: `a`, `b`, … `z`, `a`; never the end of sequence."""
-    return 3 + ord("a") + item.output_index % 26
+    return ord("a") + item.output_index % 26
+
+
+def made_up_logprobs(token_id: int, count: int) -> TokenLogprobs:
+    """The token before the one drawn is the likeliest, then the one drawn, then those before them."""
+    order = (token_id - 1, token_id, *range(token_id - 2, token_id - 20, -1))
+    return TokenLogprobs(-1.0, tuple((other, -float(rank)) for rank, other in enumerate(order[:count])))
 
 
 class FakeExecutor:
@@ -55,13 +61,20 @@ class FakeExecutor:
         self.resolved = fake_resolved(config)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """One made-up token for every request that samples."""
+        """One made-up token for every request that samples, and how likely it was for those that ask."""
         sampling = [item for item in plan.scheduled if item.samples]
-        return StepResult(sampled_token_ids={item.request_id: next_token(item) for item in sampling})
+        return StepResult(
+            sampled_token_ids={item.request_id: next_token(item) for item in sampling},
+            logprobs={
+                item.request_id: made_up_logprobs(next_token(item), item.sampling.num_logprobs)
+                for item in sampling
+                if item.sampling.num_logprobs is not None
+            },
+        )
 
 
 class SmallVocabularyExecutor(FakeExecutor):
-    """Knows fewer tokens than the tokenizer has: `a` is token 100 and still one of them, `z` is 125."""
+    """Knows fewer tokens than the tokenizer has: `a` is token 97 and still one of them, `z` is 122."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
