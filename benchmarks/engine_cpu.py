@@ -2,7 +2,7 @@
 
 Same weights, same CPUs, same requests. The engines are up together and measured in turn, one at a time, so that what
 the machine does meanwhile meets all of them; a ratio is taken within a round. vLLM is measured where `.venv-vllm` or
-`--vllm-python` has it. Takes some 10 minutes on a quiet machine, `--quick` some 3.
+`--vllm-python` has it. Takes some 10 minutes on a quiet machine, `--quick` some 3; on a slow one fewer rounds are run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 from checkpoints import MAX_MODEL_LEN, SHAPES, Shape, make_checkpoint
 from peers import Peer, ours, transformers, vllm
@@ -40,6 +41,8 @@ WORKLOAD = Workload(
 SEED = 0
 RUNNING = 256
 _COMPARED_TOKENS = 16
+_LIMIT_S = 14 * 60
+"""A round that would probably end later than this is not begun, but for a model's first. Unit: seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,20 +107,22 @@ def measure(options: argparse.Namespace) -> Result:
     """All models, all peers, all concurrencies, round by round."""
     allowed = sorted(os.sched_getaffinity(0))
     cpus = tuple(allowed[:-1] or allowed)
+    began = perf_counter()
     step_ms = scheduler_step_ms(running=RUNNING)
+    shapes = SHAPES[:1] if options.quick else SHAPES
     samples: list[Sample] = []
     settings: dict[str, str] = {}
     parameters: dict[str, int] = {}
     agreement: dict[str, dict[str, bool]] = {}
-    for shape in SHAPES[:1] if options.quick else SHAPES:
+    for index, shape in enumerate(shapes, 1):
+        deadline_s = began + _LIMIT_S * index / len(shapes)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
             parameters[shape.name] = make_checkpoint(shape, folder)
             with _peers(folder, cpus, options.vllm_python) as peers:
                 settings = {peer.name: peer.settings for peer in peers}
                 agreement[shape.name] = _agreement(shape, peers)
-                for number in range(options.rounds):
-                    samples += _round(shape, peers, number)
+                samples += _rounds(shape, peers, most=options.rounds, deadline_s=deadline_s)
     return Result(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=hardware(),
@@ -153,6 +158,17 @@ def _agreement(shape: Shape, peers: Sequence[Peer]) -> dict[str, bool]:
         for peer in peers:
             peer.run(_requests(shape, concurrency, entropy=concurrency), concurrency)
     return {name: text == texts["transformers"] for name, text in texts.items()}
+
+
+def _rounds(shape: Shape, peers: Sequence[Peer], *, most: int, deadline_s: float) -> Iterator[Sample]:
+    """Round after round while there is time for another as long as the last."""
+    for number in range(most):
+        began_s = perf_counter()
+        yield from _round(shape, peers, number)
+        ended_s = perf_counter()
+        if number + 1 < most and ended_s + (ended_s - began_s) > deadline_s:
+            _progress(f"{shape.name}: the time is up after round {number + 1} of {most}")
+            return
 
 
 def _round(shape: Shape, peers: Sequence[Peer], number: int) -> Iterator[Sample]:
@@ -205,11 +221,15 @@ def markdown(result: Result) -> str:
         ratios = [_figure(_ratios(result, model, concurrency, peer), ".2f") for peer in others]
         lines.append("| " + " | ".join([model, str(concurrency), *cells, *ratios]) + " |")
     sizes = ", ".join(f"{name} {count / 1e6:.1f} M parameters" for name, count in result.parameters.items())
+    rounds = " and ".join(
+        str(len({s.round for s in result.samples if s.model == model})) for model in result.parameters
+    )
     differ = [
         f"{peer} on {model}" for model, seen in result.agreement.items() for peer, same in seen.items() if not same
     ]
     notes = [
-        f"Medians over rounds, lowest to highest in brackets; ratios within a round. {sizes}, random Qwen3, float32.",
+        f"Medians over {rounds} rounds, lowest to highest in brackets; ratios within a round.",
+        f"{sizes}, random Qwen3, float32.",
         f"Prompts {WORKLOAD.input_len.mean:g} and outputs {WORKLOAD.output_len.mean:g} tokens in the mean, mixed.",
         f"Computing on CPUs {','.join(map(str, result.cpus))} of {result.machine}; {_said(result.versions)}.",
         f"Greedy text differs from transformers': {', '.join(differ) or 'nowhere'}.",

@@ -65,3 +65,13 @@ def test_lengths_are_the_same_every_round_and_prompts_are_not(engine_cpu: Module
 def test_the_schedulers_step_is_measured_with_all_running(engine_cpu: ModuleType) -> None:
     """A step with fewer requests would look cheap."""
     assert engine_cpu.scheduler_step_ms(running=5, prompt_tokens=20, steps=3) > 0
+
+
+def test_a_slow_machine_gets_fewer_rounds_and_never_none(
+    engine_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command keeps to its time, and its table has at least one figure a cell."""
+    monkeypatch.setattr(engine_cpu, "_round", lambda *round_: iter(round_[2:]))
+    (shape, *_) = engine_cpu.SHAPES
+    assert list(engine_cpu._rounds(shape, [], most=3, deadline_s=0.0)) == [0]
+    assert list(engine_cpu._rounds(shape, [], most=3, deadline_s=float("inf"))) == [0, 1, 2]
