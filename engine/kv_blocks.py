@@ -62,7 +62,7 @@ class BlockPool:
         taken = tuple([self._free.popitem(last=False)[0] for _ in range(count)])
         for block in taken:
             self._num_holders[block] = 1
-            self._forget(block)
+            self.forget(block)
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -94,6 +94,17 @@ class BlockPool:
         """Name a held block that has no name yet, so that it can be found."""
         self._digests[block] = digest
         self._cached.setdefault(digest, []).append(block)
+
+    def forget(self, block: int) -> None:
+        """Take a block's name away, so that it is found no more; nothing happens if it has none."""
+        digest = self._digests[block]
+        if digest is None:
+            return
+        self._digests[block] = None
+        same = self._cached[digest]
+        same.remove(block)
+        if not same:
+            del self._cached[digest]
 
     def clear(self) -> None:
         """Forget every digest."""
@@ -129,16 +140,6 @@ class BlockPool:
         if len(found) != len(named) or dict(found) != named or not all(self._cached.values()):
             raise AssertionError(f"cached KV blocks: digests find {found}, the blocks are named {named}")
 
-    def _forget(self, block: int) -> None:
-        digest = self._digests[block]
-        if digest is None:
-            return
-        self._digests[block] = None
-        same = self._cached[digest]
-        same.remove(block)
-        if not same:
-            del self._cached[digest]
-
 
 class KvBlocks:
     """The block table of every request that holds KV, and the prefix cache.
@@ -152,6 +153,7 @@ class KvBlocks:
         self._enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
         self._tables: dict[str, tuple[int, ...]] = {}
+        self._not_computed_yet: list[int] = []
 
     @property
     def num_blocks(self) -> int:
@@ -225,7 +227,15 @@ class KvBlocks:
         if self._enable_prefix_caching:
             for index in range(request.num_computed_tokens // self.block_size, num_tokens // self.block_size):
                 self._pool.cache(table[index], self._digest(request, index))
+                self._not_computed_yet.append(table[index])
         return table
+
+    def end_step(self, *, is_computed: bool) -> None:
+        """Say whether the step was computed that the blocks cached since the last one were for; if not, forget them."""
+        if not is_computed:
+            for block in self._not_computed_yet:
+                self._pool.forget(block)
+        self._not_computed_yet.clear()
 
     def release(self, request_id: str) -> None:
         """Give back all the request's blocks; nothing happens if it holds none."""

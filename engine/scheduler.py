@@ -222,7 +222,13 @@ class Scheduler:
         return self._blocks.reset_prefix_cache()
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; empty only when there is no request that fits."""
+        """Plan the next step; empty only when there is no request that fits.
+
+        A plan that was never committed counts as never computed, as when the executor raised: those of its requests
+        that are still here are preempted.
+        """
+        if self._in_flight is not None:
+            self._discard(self._in_flight)
         config = self._config
         budget_tokens = most_tokens = config.max_num_scheduled_tokens
         if config.long_prefill_token_threshold and len(self._running) + len(self._waiting) > 1:
@@ -248,6 +254,7 @@ class Scheduler:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return outputs
+        self._blocks.end_step(is_computed=True)
         sampled, logprobs = result.sampled_token_ids, result.logprobs
         any_finished = False
         for request, item in zip(step.requests, step.scheduled, strict=True):
@@ -330,6 +337,14 @@ class Scheduler:
         victim.state = RequestState.PREEMPTED
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
+
+    def _discard(self, step: _Step) -> None:
+        """Start over with what a step was to compute: others may have counted on it in the same step."""
+        self._blocks.end_step(is_computed=False)
+        for request in reversed(step.requests):
+            if request.state is RequestState.RUNNING:
+                self._running.remove(request)
+                self._preempt(request)
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit from the head of the waiting queue; the first request that does not fit ends it."""

@@ -345,6 +345,18 @@ def test_a_preempted_request_finds_its_own_blocks_again_and_that_is_no_query() -
     assert (scheduler.num_prefix_queries_tokens, scheduler.num_prefix_hits_tokens) == (80, 0)
 
 
+def test_what_a_failed_step_was_to_compute_is_never_found() -> None:
+    """After an error in a step, the next batch must not read keys and values that were never written."""
+    scheduler = make_scheduler(enable_prefix_caching=True)
+    for name in "ab":
+        scheduler.add(make_request(name, 48))
+    assert tokens_of(scheduler.schedule()) == [("a", 48), ("b", 16)], "b shares what a is about to compute"
+    scheduler.abort("a")
+    plan = run_step(scheduler)
+    assert (tokens_of(plan), plan.resumed) == ([("b", 48)], ("b",))
+    run_until_idle(scheduler)
+
+
 def test_cache_use_is_what_requests_hold_and_a_reset_waits_for_them() -> None:
     """Prefixes kept for later do not look like load, and a reset between two measurements says whether it worked."""
     scheduler = make_scheduler(enable_prefix_caching=True)
@@ -508,9 +520,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.one_step(leaves=None)
         self.one_step(leaves=leaves)
 
-    def one_step(self, *, leaves: int | None) -> None:
-        """Plan, check the plan, compute, commit."""
-        num_running, num_requests = self.scheduler.num_running, self.scheduler.num_running + self.scheduler.num_waiting
+    def one_step(self, *, leaves: int | None, num_lost: int = 0) -> None:
+        """Plan, check the plan, compute, commit; `num_lost` requests were in a step that was never computed."""
+        num_running = self.scheduler.num_running - num_lost
+        num_requests = self.scheduler.num_running + self.scheduler.num_waiting
         plan, twin_plan = self.scheduler.schedule(), self.twin.schedule()
         assert renamed(plan) == twin_plan, "a decision hangs on a name or on chance"
         self.check_limits(plan, num_running, num_requests)
@@ -526,7 +539,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_limits(self, plan: StepPlan, num_running: int, num_requests: int) -> None:
         """Budget, threshold, fence and watermark."""
         assert plan.num_scheduled_tokens <= self.config.max_num_scheduled_tokens
-        assert plan.scheduled or plan.preempted or not num_requests
+        assert plan.scheduled or not num_requests, "a core that has work must have a step"
         threshold = self.config.long_prefill_token_threshold
         if threshold and num_requests > 1:
             assert all(num_tokens <= threshold for _, num_tokens in tokens_of(plan))
@@ -547,6 +560,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def draw(self, item: ScheduledRequest) -> int:
         """The end of sequence where the request is to end, else a token that tells its place."""
         return EOS_TOKEN_ID if item.output_index == self.ends[item.request_id] else 5000 + item.output_index
+
+    @precondition(lambda self: self.scheduler.num_running or self.scheduler.num_waiting)
+    @rule(leaves=st.none() | st.integers(0, 12))
+    def fail_one_step(self, leaves: int | None) -> None:
+        """A step is planned and never computed, as when the executor raises; then one that is."""
+        plan = self.scheduler.schedule()
+        assert renamed(plan) == self.twin.schedule()
+        self.check_order(plan)
+        if leaves is not None:
+            self.abort(leaves)
+        lost = [item.request_id for item in plan.scheduled if item.request_id not in self.aborted]
+        self.to_resume[:0] = lost
+        self.one_step(leaves=None, num_lost=len(lost))
 
     @invariant()
     def books_agree(self) -> None:
