@@ -300,6 +300,9 @@ class Scheduler:
             expected = self._blocks.blocks_for(request.num_computed_tokens)
             if len(self._blocks.table(request.request_id)) != expected:
                 raise AssertionError(f"{request.request_id} must hold {expected} blocks: {request}")
+        for request in self._waiting:
+            if request.num_computed_tokens or self._blocks.table(request.request_id):
+                raise AssertionError(f"{request.request_id} waits and must hold nothing: {request}")
         if len(self._running) > self._config.max_num_seqs:
             raise AssertionError(f"{len(self._running)} running requests pass max_num_seqs={self._config.max_num_seqs}")
         if len(self._requests) != len(self._running) + len(self._waiting):

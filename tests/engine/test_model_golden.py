@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,18 @@ def test_greedy_tokens_are_transformers_own(golden: Golden, serving: str) -> Non
     assert all(outputs == list(golden.outputs) for outputs in served.rounds)
     assert (served.num_preemptions > 0) == ("preempted" in serving)
     assert served.num_hits > 0 or serving != "cached, in odd chunks"
+
+
+def test_blocks_shared_within_the_step_that_fills_them_change_no_token(golden: Golden) -> None:
+    """Two equal prompts that arrive together get the same answer: the second reads what the first is just writing."""
+    twice = replace(
+        golden,
+        prompts=tuple(prompt for prompt in golden.prompts for _ in range(2)),
+        outputs=tuple(output for output in golden.outputs for _ in range(2)),
+    )
+    served = _serve(twice, max_num_seqs=14, max_num_batched_tokens=2048, enable_prefix_caching=True)
+
+    assert served.rounds[0] == list(twice.outputs)
 
 
 def test_the_comparison_of_tokens_means_something(golden: Golden) -> None:
