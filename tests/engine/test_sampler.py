@@ -115,7 +115,12 @@ def test_a_seeded_draw_depends_on_seed_and_index_only(
     assert _draw(sampler, *others, request)[-1] == alone[0]
 
 
-@given(request=REQUESTS, others=st.lists(REQUESTS, max_size=6), place=st.integers(0, 6), logits_seed=st.integers(0, 99))
+@given(
+    request=REQUESTS,
+    others=st.lists(REQUESTS | st.sampled_from([_request(), _request(sampling=GREEDY)]), max_size=6),
+    place=st.integers(0, 6),
+    logits_seed=st.integers(0, 99),
+)
 @settings(deadline=None)
 def test_no_neighbour_changes_an_answer(
     request: ScheduledRequest, others: list[ScheduledRequest], place: int, logits_seed: int

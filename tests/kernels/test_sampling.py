@@ -66,6 +66,16 @@ def test_keep_likely_keeps_what_a_slow_reading_keeps(
         torch.testing.assert_close(out, torch.where(row >= floor, row, 0.0), atol=1e-15, rtol=0)
 
 
+def test_a_nucleus_that_is_reached_exactly_takes_no_token_more() -> None:
+    """The smallest set with at least this probability, and tokens as likely as its last."""
+    probs = torch.tensor([[0.125, 0.5, 0.125, 0.25]])
+    for top_p, kept in ((0.5, [1]), (0.75, [1, 3]), (0.76, [0, 1, 2, 3])):
+        top_ps = torch.tensor([top_p], dtype=torch.float64)
+        out = keep_likely(probs, top_ks=torch.tensor([0]), top_ps=top_ps, min_ps=torch.tensor([0.0]))
+
+        assert out[0].nonzero().squeeze(1).tolist() == kept
+
+
 @given(data=st.data(), rows=st.integers(1, 4))
 @settings(deadline=None)
 def test_penalise_touches_only_the_tokens_named(data: st.DataObject, rows: int) -> None:
