@@ -77,7 +77,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     """Whether a prompt may be split over several steps."""
 
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
 
     max_num_scheduled_tokens: int | None = None

@@ -151,7 +151,7 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on() -> None:
 
 def test_an_abort_frees_its_blocks_before_the_next_step() -> None:
     """A client that left must not cost the next one its place, not even for a step."""
-    core = Core(FakeExecutor(EngineConfig(model="m", max_num_seqs=2)))
+    core = Core(FakeExecutor(EngineConfig(model="m", max_num_seqs=2, enable_prefix_caching=False)))
     for name in ("a", "b", "waits"):
         core.take(submit(name, 32, 100))
     before = core.step()

@@ -84,6 +84,7 @@ def make() -> Iterator[Make]:
     made: list[FakeProcess] = []
 
     def build(num_cores: int = 1, **config: int) -> tuple[Frontend, list[FakeProcess]]:
+        config = {"enable_prefix_caching": False, **config}
         asked = EngineConfig(model="m", data_parallel_size=num_cores, **config)  # type: ignore[arg-type]
         processes = [FakeProcess(asked) for _ in range(num_cores)]
         made.extend(processes)

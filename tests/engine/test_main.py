@@ -46,6 +46,7 @@ def test_flags_bear_vllms_names_and_sizes() -> None:
         gpu_memory_utilization=0.5,
         max_model_len=2048,
         enable_chunked_prefill=False,
+        enable_prefix_caching=False,
         device_memory_bytes=2**30,
     )
     assert config == asked

@@ -34,7 +34,8 @@ def make_resolved(*, blocks: int = 64, budget: int = 64, model_len: int = 256, *
 
 
 def make_scheduler(*, blocks: int = 64, budget: int = 64, model_len: int = 256, **knobs: object) -> Scheduler:
-    """The scheduler of such an engine."""
+    """The scheduler of such an engine, without prefix caching unless it is asked for."""
+    knobs = {"enable_prefix_caching": False, **knobs}
     resolved = make_resolved(blocks=blocks, budget=budget, model_len=model_len, **knobs)
     return Scheduler(SchedulerConfig.from_resolved(resolved))
 
@@ -214,7 +215,7 @@ def test_an_abort_while_the_step_runs_frees_at_once_and_drops_the_token() -> Non
 
 def test_every_knob_reaches_the_scheduler() -> None:
     """A setting that is accepted and not acted on would be tuned for nothing."""
-    resolved = make_resolved(blocks=30, budget=512, max_num_seqs=16, block_size=8)
+    resolved = make_resolved(blocks=30, budget=512, max_num_seqs=16, block_size=8, enable_prefix_caching=False)
     default = SchedulerConfig.from_resolved(resolved)
     assert default == SchedulerConfig(
         max_num_seqs=16,

@@ -59,7 +59,8 @@ def written(folder: Path, law: dict[str, Any]) -> str:
 
 def asked(law: str, **values: Any) -> EngineConfig:
     """A config that simulates `law`."""
-    return EngineConfig(**{"model": "embedded", "executor": "simulated", "law": law, **values})
+    asked = {"model": "embedded", "executor": "simulated", "law": law, "enable_prefix_caching": False}
+    return EngineConfig(**{**asked, **values})
 
 
 @dataclass(frozen=True, slots=True)
