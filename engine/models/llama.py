@@ -59,7 +59,7 @@ class Decoder:
             if layer.attention_output_norm is not None:
                 hidden = rms_norm(hidden, layer.attention_output_norm, eps)
             hidden, residual = add_rms_norm(hidden, residual, layer.mlp_norm, eps)
-            hidden = F.linear(self._gated(F.linear(hidden, *layer.gate_up)), *layer.down)
+            hidden = layer.down(self._gated(layer.gate_up(hidden)))
             if layer.mlp_output_norm is not None:
                 hidden = rms_norm(hidden, layer.mlp_output_norm, eps)
         return add_rms_norm(hidden, residual, self.weights.final_norm, eps)[0]
@@ -81,18 +81,18 @@ class Decoder:
     ) -> Tensor:
         config = self.config
         num_tokens, head_dim = hidden.shape[0], config.head_dim
-        packed = F.linear(hidden, *layer.qkv).view(num_tokens, -1, head_dim)
+        packed = layer.qkv(hidden).view(num_tokens, -1, head_dim)
         query_key, value = packed.tensor_split([config.num_heads + config.num_kv_heads], dim=1)
         if layer.qk_norm is not None:
             query_key = rms_norm(query_key, layer.qk_norm, config.rms_norm_eps)
         query_key = rotary_embedding(query_key, *rotation)
         query, key = query_key.tensor_split([config.num_heads], dim=1)
         out = attend(query, key, value, kv_cache, inputs, scale=config.query_scale, window=window)
-        return F.linear(out.reshape(num_tokens, -1), *layer.output)
+        return layer.output(out.reshape(num_tokens, -1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every token of the vocabulary: (rows, hidden size) to (rows, vocabulary), float32."""
-        return F.linear(hidden, self.weights.lm_head).float()
+        return self.weights.lm_head(hidden).float()
 
     def one_layer_of_each_kind(self) -> Decoder:
         """As few layers as need, for a step, as much memory at once as all do.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.config import ModelConfig
+from kernels.linear import Linear
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -38,16 +39,6 @@ class Source(Protocol):
             ConfigError: where it is missing, damaged or of another shape.
         """
         ...
-
-
-class Linear(NamedTuple):
-    """A projection: `F.linear(x, *projection)`."""
-
-    weight: Tensor
-    """(outputs, inputs)"""
-
-    bias: Tensor | None
-    """(outputs,)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +75,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """The whole decoder; V vocabulary. With tied embeddings `lm_head` is `embedding` itself."""
+    """The whole decoder; V vocabulary."""
 
     embedding: Tensor
     """(V, H)"""
@@ -93,18 +84,18 @@ class ModelWeights:
     final_norm: Tensor
     """(H,)"""
 
-    lm_head: Tensor
-    """(V, H)"""
+    lm_head: Linear
+    """H to V. With tied embeddings its weight is `embedding` itself, unless it is packed."""
 
     def num_bytes(self) -> int:
         """Bytes of all weights, a shared one counted once."""
-        tensors: list[Tensor | None] = [self.embedding, self.final_norm, self.lm_head]
+        total = self.final_norm.nbytes + self.lm_head.nbytes
+        if not self.lm_head.holds(self.embedding):
+            total += self.embedding.nbytes
         for layer in self.layers:
-            for name in LayerWeights.__slots__:
-                value: Linear | Tensor | None = getattr(layer, name)
-                tensors.extend(value if isinstance(value, Linear) else (value,))
-        sizes: dict[int, int] = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
-        return sum(sizes.values())
+            held: list[Linear | Tensor | None] = [getattr(layer, name) for name in LayerWeights.__slots__]
+            total += sum(part.nbytes for part in held if part is not None)
+        return total
 
 
 class _Packer:
@@ -145,7 +136,7 @@ def load_weights(source: Source, config: ModelConfig, *, dtype: torch.dtype, dev
         embedding=embedding,
         layers=tuple(_load_layer(pack, config, f"model.layers.{index}.") for index in range(config.num_layers)),
         final_norm=pack.norm("model.norm.weight", config.hidden_size),
-        lm_head=_load_lm_head(pack, source, config, embedding),
+        lm_head=Linear(_load_lm_head(pack, source, config, embedding), None),
     )
 
 

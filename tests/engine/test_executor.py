@@ -24,6 +24,7 @@ from engine.models.weights import Dummy, load_weights
 from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
+from kernels.linear import has_packed_product
 
 MIB = 2**20
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -85,7 +86,7 @@ def test_every_byte_of_the_budget_is_accounted_for(executor: TorchExecutor) -> N
     assert executor._kv_cache.shape[2] == resolved.num_gpu_blocks
     assert memory.kv_cache_bytes - resolved.kv_block_bytes < kv_bytes <= memory.kv_cache_bytes
     assert resolved.kv_block_bytes == 16 * 4 * 2 * 2 * 64 * 4
-    assert memory.weights_bytes == 4 * 5_313_920
+    assert memory.weights_bytes == 4 * (5_313_920 + has_packed_product() * 512 * 384)
     assert 0 < memory.activation_peak_bytes < 8 * MIB
 
 
@@ -203,7 +204,8 @@ def test_the_dtype_asked_for_is_the_dtype_in_force(dtype: str, expected: str) ->
 
     assert executor.resolved.dtype == expected
     assert executor.resolved.kv_block_bytes == 16 * 4 * 2 * 2 * 64 * size
-    assert executor.resolved.memory.weights_bytes == size * 5_313_920
+    packed_head = 512 * 384 if expected == "float32" and has_packed_product() else 0
+    assert executor.resolved.memory.weights_bytes == size * (5_313_920 + packed_head)
     assert 0 <= _generate(executor, (1, 2, 3), 2, GREEDY)[1] < 512
 
 

@@ -36,12 +36,14 @@ def test_a_seed_makes_the_same_weights() -> None:
     assert not torch.equal(first.layers[-1].down.weight, other.layers[-1].down.weight)
 
 
-def test_tied_weights_are_counted_once() -> None:
-    """The memory budget does not charge the output layer of a model that shares it with its embedding."""
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_every_weight_is_counted_once(*, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory budget charges a tied output layer where it is packed, being a copy then, and only there."""
+    monkeypatch.setattr("kernels.linear.has_packed_product", lambda: is_packed)
     weights = load_weights(Dummy(0, EMBEDDED), EMBEDDED, dtype=torch.float32, device=CPU)
 
-    assert weights.lm_head is weights.embedding
-    assert weights.num_bytes() == 4 * 5_313_920
+    assert weights.lm_head.holds(weights.embedding) == (not is_packed)
+    assert weights.num_bytes() == 4 * (5_313_920 + is_packed * 512 * 384)
 
 
 def test_a_tensor_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -141,14 +143,17 @@ class _Tied:
         return self._others.read(name, shape)
 
 
-def test_a_tied_output_layer_is_the_embedding_unless_the_checkpoint_says_otherwise() -> None:
+def test_a_tied_output_layer_is_the_embedding_unless_the_checkpoint_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A saved copy costs no memory; a layer of its own is used, as in transformers, whatever config.json says."""
+    monkeypatch.setattr("kernels.linear.has_packed_product", lambda: False)
     copy = _made_up(0).embedding.clone()
     for lm_head, shared in ((None, True), (copy, True), (copy + 1, False)):
         weights = load_weights(_Tied(lm_head), CONFIG, dtype=torch.float32, device=CPU)
 
-        assert (weights.lm_head is weights.embedding) == shared
-        assert lm_head is None or torch.equal(weights.lm_head, lm_head)
+        assert weights.lm_head.holds(weights.embedding) == shared
+        assert lm_head is None or torch.equal(weights.lm_head.weight, lm_head)
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
