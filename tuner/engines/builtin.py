@@ -11,7 +11,7 @@ from tuner.engines.memory_failures import memory_failure
 from tuner.engines.process import how_it_ended, read_url
 from tuner.job import EngineSpec
 from tuner.measure.memory import EngineMemory
-from tuner.measure.prometheus import read_info, read_memory_bytes
+from tuner.measure.prometheus import read_infos, read_memory_bytes
 from tuner.records import EngineConfig, EngineFacts, Failed, FailureKind
 from tuner.space import SearchedValues
 
@@ -74,17 +74,23 @@ class Reading:
 
     model_name: str
     labels: dict[str, str]
-    """Of `engine:config_info` and `vllm:cache_config_info` together; empty for a server that is not ours."""
+    """Of `engine:config_info` and `vllm:cache_config_info` together; empty for a server that is not ours. Of several
+    cores the first's, but for `num_gpu_blocks`, which are all cores' blocks."""
 
     memory_bytes: dict[str, int]
-    """`engine:memory_bytes` by part."""
+    """`engine:memory_bytes` by part, all cores together."""
 
 
 def read(base_url: str) -> Reading:
     """Ask a server who it is and which values are in force."""
     models = json.loads(_get(f"{base_url}/v1/models"))
     page = _get(f"{base_url}/metrics")
-    labels = (read_info(page, "vllm:cache_config_info") or {}) | (read_info(page, "engine:config_info") or {})
+    caches = read_infos(page, "vllm:cache_config_info")
+    labels: dict[str, str] = {}
+    for said in (*caches[:1], *read_infos(page, "engine:config_info")):
+        labels |= said
+    if caches:
+        labels["num_gpu_blocks"] = str(sum(int(cache["num_gpu_blocks"]) for cache in caches))
     return Reading(model_name=models["data"][0]["id"], labels=labels, memory_bytes=read_memory_bytes(page))
 
 
@@ -114,7 +120,8 @@ def memory(reading: Reading) -> EngineMemory:
         requested_bytes=parts["requested"],
         weights_bytes=parts["weights"],
         activation_peak_bytes=parts["activation_peak"],
-        kv_cache_bytes=parts["kv_cache"],
+        # What usage is a share of: the blocks in force, which an override sets apart from what the share leaves.
+        kv_cache_bytes=int(reading.labels["num_gpu_blocks"]) * parts["kv_block"],
     )
 
 

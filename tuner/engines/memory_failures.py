@@ -9,9 +9,9 @@ from tuner.records import Failed, FailureKind
 
 _LONGEST_LINE = 1000
 
-# The decisive lines, in vLLM's words (`gpu_model_runner.py`, `gpu_worker.py`, `kv_cache_utils.py` of V1; the older form
-# of the third in V0's `worker.py`). A more telling one stands after the bare error that it explains, so it is sought
-# first.
+# The decisive lines, in vLLM's words (of V1: `gpu_model_runner.py`, `worker/utils.py`, `cpu_worker.py`,
+# `kv_cache_utils.py`; the older form of the third in V0's `worker.py`). A more telling one stands after the bare error
+# that it explains, so it is sought first.
 _DECISIVE = (
     (
         FailureKind.OOM_SAMPLER_WARMUP,
@@ -27,7 +27,7 @@ _DECISIVE = (
     ),
     (
         FailureKind.OOM_STARTUP,
-        re.compile(r"on startup is less than desired GPU memory utilization"),
+        re.compile(r"on startup is less than desired [GC]PU memory utilization"),
     ),
 )
 _OUT_OF_MEMORY = re.compile(

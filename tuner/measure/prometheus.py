@@ -28,6 +28,8 @@ _SNAPSHOT_NAMES = (
 )
 
 _MEMORY_BYTES = "engine:memory_bytes"
+_BLOCK_PART = "kv_block"
+"""The size of one block, which is the same for all engines; the other parts are amounts."""
 
 _SCRAPE_INTERVAL_S = 0.2
 _SCRAPE_TIMEOUT_S = 2.0
@@ -86,14 +88,18 @@ def parse_snapshot(text: str, *, at_s: float) -> MetricsSnapshot:
     )
 
 
-def read_info(text: str, name: str) -> dict[str, str] | None:
-    """The labels of an info metric such as `vllm:cache_config_info`; of several engines the first. None: not there."""
-    return next((dict(sample.labels) for sample in _samples(text, (name,))), None)
+def read_infos(text: str, name: str) -> list[dict[str, str]]:
+    """The labels of an info metric such as `vllm:cache_config_info`, of each engine; empty where it is not there."""
+    return [dict(sample.labels) for sample in _samples(text, (name,))]
 
 
 def read_memory_bytes(text: str) -> dict[str, int]:
-    """Our engine's `engine:memory_bytes` by its label `part`; empty for an engine without it."""
-    return {sample.labels["part"]: round(sample.value) for sample in _samples(text, (_MEMORY_BYTES,))}
+    """Our engine's `engine:memory_bytes` by its label `part`, all engines together; empty for one without it."""
+    parts: dict[str, int] = {}
+    for sample in _samples(text, (_MEMORY_BYTES,)):
+        part, size = sample.labels["part"], round(sample.value)
+        parts[part] = size if part == _BLOCK_PART else parts.get(part, 0) + size
+    return parts
 
 
 def _samples(text: str, names: Iterable[str]) -> Iterable[Sample]:

@@ -38,3 +38,27 @@ def test_a_law_brings_its_own_device() -> None:
     """128 MiB set aside for a real model would quietly shrink a simulated card."""
     with pytest.raises(InputError, match="law=h100-8b brings a device of its own size: leave device_memory out"):
         load_job("embedded", {"engine": {"law": "h100-8b"}})
+
+
+_PAGE = """\
+vllm:cache_config_info{engine="0",num_gpu_blocks="40",block_size="16"} 1.0
+vllm:cache_config_info{engine="1",num_gpu_blocks="30",block_size="16"} 1.0
+engine:config_info{version="1",device="cpu",max_model_len="512",executor="torch"} 1.0
+"""
+_PARTS = {"total": 1000, "requested": 900, "weights": 100, "activation_peak": 50, "kv_cache": 777, "kv_block": 10}
+
+
+def test_several_cores_are_read_as_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one core's figures a deployment of two would seem to need half the memory."""
+    memory = [
+        f'engine:memory_bytes{{engine="{rank}",part="{part}"}} {size}' for rank in "01" for part, size in _PARTS.items()
+    ]
+    answers = {"/v1/models": '{"data": [{"id": "m"}]}', "/metrics": _PAGE + "\n".join(memory)}
+    monkeypatch.setattr(builtin, "read_url", lambda url, **_: answers[url.removeprefix("http://x")].encode())
+    reading = builtin.read("http://x")
+
+    facts = builtin.facts(reading)
+    assert (facts.num_gpu_blocks, facts.kv_block_bytes, facts.memory_total_bytes) == (70, 10, 2000)
+    assert (facts.memory_reserved_bytes, facts.weights_bytes, facts.activation_peak_bytes) == (1800, 200, 100)
+    # The blocks in force: an override has others than the share leaves room for.
+    assert builtin.memory(reading).kv_cache_bytes == 700

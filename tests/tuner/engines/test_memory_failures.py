@@ -22,6 +22,10 @@ _NOT_FREE = (
     "ValueError: Free memory on device cuda:0 (19.77/22.05 GiB) on startup is less than desired GPU memory utilization "
     "(0.9, 19.84 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
 )
+_NOT_FREE_CPU = (
+    "ValueError: Available memory on node 0 (3.10/15.62 GiB) on startup is less than desired CPU memory utilization "
+    "(0.92, 14.37 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the fraction of CPU memory"
+)
 _NO_ROOM = (
     "ValueError: To serve at least one request with the models's max seq len (32768), (14.50 GiB KV cache is needed, "
     "which is larger than the available KV cache memory (6.20 GiB)."
@@ -64,6 +68,7 @@ _CAPTURED = f"""{_CAPTURING}
             FailureKind.OOM_STARTUP,
             "19.77/22.05 GiB",
         ),
+        (_NOT_FREE_CPU, FailureKind.OOM_STARTUP, "3.10/15.62 GiB"),
         (
             "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
             FailureKind.NO_KV_MEMORY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.server import Behaviour, running_stub
-from tuner.measure.prometheus import Scraper, increase, parse_snapshot, read_info, read_memory_bytes
+from tuner.measure.prometheus import Scraper, increase, parse_snapshot, read_infos, read_memory_bytes
 
 TWO_ENGINES = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -24,8 +24,12 @@ vllm:prompt_tokens_total{engine="0"} 1.2e+06
 vllm:generation_tokens_total{engine="0"} 5.0
 vllm:cache_config_info{block_size="16",num_gpu_blocks="4821",engine="0"} 1.0
 vllm:cache_config_info{block_size="16",num_gpu_blocks="4800",engine="1"} 1.0
-engine:memory_bytes{part="weights"} 1.048576e+06
-engine:memory_bytes{part="kv_cache"} 2048.0
+engine:memory_bytes{engine="0",part="weights"} 1.048576e+06
+engine:memory_bytes{engine="0",part="kv_cache"} 2048.0
+engine:memory_bytes{engine="0",part="kv_block"} 16.0
+engine:memory_bytes{engine="1",part="weights"} 1.048576e+06
+engine:memory_bytes{engine="1",part="kv_cache"} 1024.0
+engine:memory_bytes{engine="1",part="kv_block"} 16.0
 vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001"} 0.0
 """
 
@@ -60,15 +64,18 @@ def test_a_counter_that_fell_is_unknown(before: int | None, after: int | None, g
     assert increase(before, after) == grown
 
 
-def test_info_labels_and_memory_parts() -> None:
+def test_every_engines_labels_are_read() -> None:
     """What the engine says of itself is compared with what was asked."""
-    assert read_info(TWO_ENGINES, "vllm:cache_config_info") == {
-        "block_size": "16",
-        "num_gpu_blocks": "4821",
-        "engine": "0",
-    }
-    assert read_info(TWO_ENGINES, "engine:config_info") is None
-    assert read_memory_bytes(TWO_ENGINES) == {"weights": 1_048_576, "kv_cache": 2048}
+    assert read_infos(TWO_ENGINES, "vllm:cache_config_info") == [
+        {"block_size": "16", "num_gpu_blocks": "4821", "engine": "0"},
+        {"block_size": "16", "num_gpu_blocks": "4800", "engine": "1"},
+    ]
+    assert read_infos(TWO_ENGINES, "engine:config_info") == []
+
+
+def test_memory_of_all_engines_is_added_up() -> None:
+    """One engine's figures would show half of what a deployment takes; the size of a block is no amount."""
+    assert read_memory_bytes(TWO_ENGINES) == {"weights": 2_097_152, "kv_cache": 3072, "kv_block": 16}
     assert read_memory_bytes("") == {}
 
 
