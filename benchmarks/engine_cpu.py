@@ -175,8 +175,8 @@ def _round(shape: Shape, peers: Sequence[Peer], number: int) -> Iterator[Sample]
     """Every cell once; who begins changes from round to round."""
     order = [*peers[number % len(peers) :], *peers[: number % len(peers)]]
     for concurrency in CONCURRENCIES:
-        # New prompts every round, for no peer may answer from a cache; the lengths are the same.
-        asked = _requests(shape, NUM_REQUESTS[concurrency], entropy=1000 + number)
+        # New prompts for every cell, for no peer may answer from a cache; the lengths are the same.
+        asked = _requests(shape, NUM_REQUESTS[concurrency], entropy=1000 * (number + 1) + concurrency)
         for peer in order:
             seconds = peer.run(asked, concurrency)
             tokens = sum(request.max_tokens for request in asked)

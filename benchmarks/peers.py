@@ -127,7 +127,7 @@ class TransformersPeer:
 
 @contextmanager
 def ours(folder: Path, cpus: Sequence[int], work: Path) -> Iterator[Peer]:
-    """Our engine, started as a user starts it."""
+    """Our engine, started as a user starts it, but without prefix caching."""
     settings = {
         "--max-num-seqs": MAX_NUM_SEQS,
         "--max-num-batched-tokens": TOKEN_BUDGET,
@@ -137,8 +137,10 @@ def ours(folder: Path, cpus: Sequence[int], work: Path) -> Iterator[Peer]:
         "--device": "cpu:1",
         "--device-memory": 2**30,
     }
-    command = [sys.executable, "-m", "engine", "serve", str(folder), *_flags(settings)]
-    with _server("ours", _said(settings), command, dict(os.environ), work) as peer:
+    # As for vLLM: no prompt comes twice, so that a cache of prefixes would only cost.
+    switches = ["--no-enable-prefix-caching"]
+    command = [sys.executable, "-m", "engine", "serve", str(folder), *_flags(settings), *switches]
+    with _server("ours", " ".join([_said(settings), *switches]), command, dict(os.environ), work) as peer:
         yield peer
 
 

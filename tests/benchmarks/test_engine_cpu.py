@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from tuner.load.workload import PromptRequest
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -60,6 +62,25 @@ def test_lengths_are_the_same_every_round_and_prompts_are_not(engine_cpu: Module
     assert [len(a.prompt_token_ids) for a in first] == [len(b.prompt_token_ids) for b in second]
     assert [a.max_tokens for a in first] == [b.max_tokens for b in second]
     assert all(a.prompt_token_ids != b.prompt_token_ids for a, b in zip(first, second, strict=True))
+
+
+def test_no_prompt_comes_twice(engine_cpu: ModuleType) -> None:
+    """An engine that caches prefixes would look fast for prompts of an earlier cell."""
+
+    class Listening:
+        name = "ours"
+
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, ...]] = []
+
+        def run(self, requests: list[PromptRequest], _concurrency: int) -> float:
+            self.heard += [request.prompt_token_ids for request in requests]
+            return 1.0
+
+    (shape, *_), peer = engine_cpu.SHAPES, Listening()
+    list(engine_cpu._rounds(shape, [peer], most=2, deadline_s=float("inf")))
+    assert len(peer.heard) == 2 * sum(engine_cpu.NUM_REQUESTS.values())
+    assert len(set(peer.heard)) == len(peer.heard)
 
 
 def test_the_schedulers_step_is_measured_with_all_running(engine_cpu: ModuleType) -> None:
