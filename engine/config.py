@@ -102,8 +102,8 @@ class EngineConfig:
     limit. Unit: requests."""
 
     max_num_queued_tokens: int | None = None
-    """Most prompt tokens of requests without a first token, over all cores; a request that would pass it is refused
-    with 503, unless nothing is in prefill. None is no limit. Unit: tokens."""
+    """Prompt tokens of requests without a first token, over all cores, from which on further requests are refused with
+    503. None is no limit. Unit: tokens."""
 
     data_parallel_size: int = 1
     """Cores behind one server, each with weights, KV blocks and running list of its own. Unit: cores."""
@@ -128,8 +128,9 @@ class EngineConfig:
     """`float32`, `bfloat16`, `float16`, or `auto`: float32 on CPU, the checkpoint's own on a GPU."""
 
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: CUDA where there is one. A number may follow, as in `cuda:1`, and none is 0; `cpu:1` is
-    a further virtual device on the same CPUs, with a memory budget of its own."""
+    """`cpu`, `cuda`, or `auto`: CUDA where there is one and no `device_memory_bytes` is asked for. A number may follow,
+    as in `cuda:1`, and none is 0; `cpu:1` is a further virtual device on the same CPUs, with memory of its own.
+    Where a law stands for the device it names nothing."""
 
     executor: str = "torch"
     """`torch` computes; `simulated` waits as long as `law` says and makes tokens up, and everything says so."""
@@ -237,9 +238,15 @@ def check_against_model(config: EngineConfig, *, max_model_len: int) -> list[str
         max_model_len: the length in force, asked for or the model's own. Unit: tokens.
 
     Raises:
-        ConfigError: with chunked prefill off and a step that one whole prompt does not fit into.
+        ConfigError: with chunked prefill off and a step that one whole prompt does not fit into, or for a prefill
+            threshold above the length (vLLM: `vllm/config/scheduler.py`, `verify_max_model_len`).
     """
-    budget = config.max_num_batched_tokens
+    budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
+    if threshold > max_model_len:
+        raise ConfigError(
+            f"long_prefill_token_threshold={threshold} is above max_model_len={max_model_len}: "
+            "no prompt is that long; lower it, or set 0 for no limit"
+        )
     for name, most in (
         ("max_num_batched_tokens", budget),
         ("max_num_scheduled_tokens", config.max_num_scheduled_tokens),
@@ -271,6 +278,18 @@ def check_tensor_parallel(tensor_parallel_size: int, *, num_heads: int, num_kv_h
         raise ConfigError(
             f"the model's {num_kv_heads} key/value heads neither divide over tensor_parallel_size="
             f"{tensor_parallel_size} devices nor repeat on them"
+        )
+
+
+def check_one_device(tensor_parallel_size: int) -> None:
+    """Check that no more is asked for than executors here do.
+
+    Raises:
+        ConfigError: for more than one device.
+    """
+    if tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size}: this engine computes on one device; supported: 1"
         )
 
 

@@ -18,6 +18,7 @@ from engine.config import (
     OutOfDeviceMemoryError,
     ResolvedConfig,
     check_against_model,
+    check_one_device,
 )
 from engine.executor.clock import Clock, RealClock
 from engine.executor.law import Law, graph_sizes, law_names, load_law
@@ -40,8 +41,8 @@ class SimulatedExecutor:
     The model's folder gives tokenizer and vocabulary; the law gives the length, the data type and the device.
 
     Raises:
-        ConfigError: for no law, an unknown one, a length beyond the law's, another data type than the law's; and as on
-            a real device `NotEnoughMemoryError`, `NoKvMemoryError` and `OutOfDeviceMemoryError`.
+        ConfigError: for no law, an unknown one, a length beyond the law's, another data type than the law's, more than
+            one device; and as on a real device `NotEnoughMemoryError`, `NoKvMemoryError` and `OutOfDeviceMemoryError`.
     """
 
     resolved: ResolvedConfig
@@ -57,6 +58,7 @@ class SimulatedExecutor:
             )
         max_model_len = _max_model_len(config, law)
         _check_dtype(config, law)
+        check_one_device(config.tensor_parallel_size)
         warnings = check_against_model(config, max_model_len=max_model_len)
         budget, self._headroom_bytes = _start(config, law, max_model_len)
         self._law = law

@@ -15,6 +15,7 @@ from engine.config import (
     EngineConfig,
     ResolvedConfig,
     check_against_model,
+    check_one_device,
     check_tensor_parallel,
     split_device,
 )
@@ -55,7 +56,8 @@ def blueprint(config: EngineConfig) -> Blueprint:
     device = _device(config)
     folder = model_folder(config.model)
     model = read_model_config(folder)
-    _check_one_device(config, model)
+    check_tensor_parallel(config.tensor_parallel_size, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+    check_one_device(config.tensor_parallel_size)
     max_model_len = _max_model_len(config, model)
     return Blueprint(
         config=config,
@@ -240,13 +242,6 @@ def _largest_lens(config: EngineConfig, max_model_len: int, *, decodes: int) -> 
     return lens
 
 
-def _check_one_device(config: EngineConfig, model: ModelConfig) -> None:
-    size = config.tensor_parallel_size
-    check_tensor_parallel(size, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
-    if size > 1:
-        raise ConfigError(f"tensor_parallel_size={size}: this engine computes on one device; supported: 1")
-
-
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     own = model.max_position_embeddings
     if config.max_model_len is None:
@@ -261,6 +256,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 def _device(config: EngineConfig) -> torch.device:
     kind, number = split_device(config.device)
+    if kind == "auto" and config.device_memory_bytes is not None:
+        kind = "cpu"
     num_gpus = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "cuda" and not num_gpus:
         raise ConfigError(f"device={config.device!r}, but torch finds no CUDA device: use device='cpu'")
@@ -268,6 +265,11 @@ def _device(config: EngineConfig) -> torch.device:
         return torch.device("cpu")
     if number >= num_gpus:
         raise ConfigError(f"device={config.device!r}, but torch finds {num_gpus} CUDA devices: 0 to {num_gpus - 1}")
+    if config.device_memory_bytes is not None:
+        raise ConfigError(
+            f"device_memory_bytes={config.device_memory_bytes} is the size of a device on a CPU, and a GPU has its "
+            f"own: leave it out, or set device='cpu' in place of {config.device!r}"
+        )
     return torch.device("cuda", number)
 
 

@@ -90,6 +90,14 @@ def test_a_budget_above_what_a_step_can_hold_is_a_warning_only() -> None:
     assert "8192" in warning
 
 
+def test_a_prefill_threshold_above_the_longest_request_is_refused() -> None:
+    """It would never apply, and vLLM, where the config may be deployed, does not start with it."""
+    config = EngineConfig(model="m", long_prefill_token_threshold=2049)
+    with pytest.raises(ConfigError, match="long_prefill_token_threshold=2049 is above max_model_len=2048"):
+        check_against_model(config, max_model_len=2048)
+    assert check_against_model(config, max_model_len=2049) == []
+
+
 def test_chunked_prefill_off_needs_a_budget_of_one_whole_prompt() -> None:
     """With chunking off, 16k of context fits a budget of 16K, and 16K of context does not fit 16k."""
     fits = EngineConfig(model="m", max_num_batched_tokens=parse_size("16K"), enable_chunked_prefill=False)

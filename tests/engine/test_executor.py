@@ -14,7 +14,7 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.device_memory import activation_peak_bytes
-from engine.executor.torch import TorchExecutor, largest_steps
+from engine.executor.torch import TorchExecutor, blueprint, largest_steps
 from engine.limits import Limits
 from engine.memory import NoKvMemoryError
 from engine.models.config import read_model_config
@@ -267,6 +267,15 @@ def test_more_than_one_device_is_refused(size: int, named: str) -> None:
     with pytest.raises(ConfigError, match=rf"{named}.*") as refused:
         TorchExecutor(_config(tensor_parallel_size=size))
     assert f"tensor_parallel_size={size}" in str(refused.value)
+
+
+def test_a_size_of_the_device_means_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size that is asked for and not kept would misstate every share of it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="device_memory_bytes=1024 is the size of a device on a CPU"):
+        TorchExecutor(_config(device="cuda", device_memory_bytes=1024))
+    assert blueprint(_config(device="auto")).device.type == "cpu"
+    assert blueprint(_config(device="auto", device_memory_bytes=None)).device.type == "cuda"
 
 
 def test_a_model_that_overflows_float16_is_not_served_in_it(tmp_path: Path) -> None:

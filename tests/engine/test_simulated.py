@@ -165,6 +165,12 @@ def test_a_roofline_takes_the_slower_side(tmp_path: Path) -> None:
     assert step_s == pytest.approx([0.01, 0.01, 0.04])
 
 
+def test_a_law_is_of_one_device(tmp_path: Path) -> None:
+    """Two devices asked for and one simulated would make a rehearsal say half of what they do."""
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: this engine computes on one device"):
+        SimulatedExecutor(asked(written(tmp_path, linear_law()), tensor_parallel_size=2))
+
+
 def test_fp8_halves_blocks_and_their_reading(tmp_path: Path) -> None:
     """Half the bytes of a 16-bit KV cache, in memory and in time."""
     law = linear_law() | {"dtype": "bfloat16", "step_time": {"combine": "sum", "base_s": 0.0, "context_token_s": 1.0}}
