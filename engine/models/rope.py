@@ -39,7 +39,7 @@ class Rope(BaseModel):
         return 1.0
 
     def num_positions(self, max_position_embeddings: int) -> int:
-        """Most positions of a request: the checkpoint's own, or what it is stretched to.
+        """Most positions of a request: the checkpoint's own, which counts what llama3 and yarn stretch already.
 
         (vLLM: `vllm/config/model.py`, `_get_and_verify_max_len`.)
         """
@@ -125,10 +125,6 @@ class YarnRope(Rope):
 
     def _sharpness(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-    def num_positions(self, max_position_embeddings: int) -> int:  # noqa: ARG002 - yarn stretches what was trained
-        """`factor` times as many as were trained."""
-        return int(self.original_max_position_embeddings * self.factor)
 
 
 _KINDS: Mapping[str, type[Rope]] = {
