@@ -81,9 +81,10 @@ class Valves:
     def try_enter(self, prompt_lens: Sequence[int], *, now_s: float) -> Overload | None:
         """Take in requests with prompts of these lengths, all or none; says why none were.
 
-        Prompts of more tokens than the limit enter when nothing is in prefill, so that they are not refused for ever.
+        As in vLLM the tokens in prefill decide, not those that come: the last to enter may pass that limit, so that no
+        prompt is too long for ever.
         """
-        overload = self._too_many_requests(len(prompt_lens), now_s) or self._too_many_tokens(sum(prompt_lens), now_s)
+        overload = self._too_many_requests(len(prompt_lens), now_s) or self._too_many_tokens(now_s)
         if overload is None:
             self.num_requests += len(prompt_lens)
             self.num_prefill_tokens += sum(prompt_lens)
@@ -112,13 +113,13 @@ class Valves:
             self._completions.seconds_for(self.num_requests + num_new - limit, now_s=now_s),
         )
 
-    def _too_many_tokens(self, num_new: int, now_s: float) -> Overload | None:
+    def _too_many_tokens(self, now_s: float) -> Overload | None:
         limit, held = self._max_tokens, self.num_prefill_tokens
-        if limit is None or held == 0 or held + num_new <= limit:
+        if limit is None or held < limit:
             return None
         return Overload(
             "max_num_queued_tokens",
-            f"the engine is full: {held} prompt tokens in prefill and {num_new} more would pass "
-            f"max_num_queued_tokens={limit}; try again later",
-            self._prefills.seconds_for(min(held, held + num_new - limit), now_s=now_s),
+            f"the engine is full: {held} prompt tokens in prefill have reached max_num_queued_tokens={limit}; "
+            "try again later",
+            self._prefills.seconds_for(held - limit + 1, now_s=now_s),
         )
