@@ -337,7 +337,7 @@ def _load(core: _Core) -> float:
     """What a new request would queue behind: requests in flight, and waiting ones once more where KV blocks are short.
 
     A queue at a core whose blocks are taken drains slowly (vLLM: `vllm/v1/engine/core_client.py`, `DPLBAsyncMPClient`).
-    Ties go to the lowest rank.
+    Ties go to the lowest rank, where vLLM's take turns: with exact counts either way spreads them.
     """
     pressure = max(0.0, core.kv_cache_usage - _PRESSURE_FROM)
     return core.num_in_flight + _WAITING_WEIGHT * core.num_waiting * pressure

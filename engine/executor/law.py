@@ -137,8 +137,8 @@ class Memory(_Part):
 class Graphs(_Part):
     """Captured graphs: batch sizes 1, 2, 4, multiples of 8 to 256 and of 16 to 512, none above `max_num_seqs`.
 
-    A decode step of more requests than the largest captured size runs without a graph. So the last few sizes below a
-    `max_num_seqs` off that grid are slow, and throughput has a cliff there (vllm-project/vllm, pull request 57355).
+    A decode step of more requests than the largest captured size runs without a full graph. So the last few sizes below
+    a `max_num_seqs` off that grid are slow, and throughput has a cliff there (vllm-project/vllm, pull request 57355).
     """
 
     without_graph_factor: float = Field(default=1.0, ge=1)
@@ -209,6 +209,10 @@ def _is_number(text: str) -> bool:
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Decode batch sizes that graphs are captured for (vLLM's default list)."""
+    """Decode batch sizes that full graphs are captured for.
+
+    (vLLM: the default list of `vllm/config/vllm.py`, `_set_cudagraph_sizes`, of which `vllm/v1/cudagraph_dispatcher.py`
+    takes for decodes those up to `max_num_seqs`.)
+    """
     grid = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     return tuple(size for size in grid if size <= max_num_seqs)
