@@ -362,7 +362,7 @@ def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
     if open_ended:
         way_out = "extend the range" if counts[LadderVerdict.NOT_REACHED] else "raise max_num_seqs"
         reason = f"no knee up to load {top} in {open_ended} of {len(measured)} ladders: {way_out}"
-        return RunFinding(verdict=RunVerdict.NOT_REACHED, reason=reason)
+        return RunFinding(verdict=RunVerdict.NOT_REACHED, reason=reason + _invalid_beyond(top, measured))
     if counts[LadderVerdict.ALREADY_SATURATED]:
         low = min(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))
         reason = f"already saturated at the lowest load, {low}, in {counts[LadderVerdict.ALREADY_SATURATED]} ladders"
@@ -370,6 +370,15 @@ def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
     most = max(len(_open_stages(outcome.stages)) for _, outcome in measured)
     reason = f"too few valid stages: {most} on the longest of {len(measured)} ladders, where 5 are needed"
     return RunFinding(verdict=RunVerdict.TOO_FEW_STAGES, reason=reason)
+
+
+def _invalid_beyond(top: int, measured: Sequence[tuple[TrialRecord, Measured]]) -> str:
+    """What kept the loads above `top` out of the ladders, where they were measured: more range would not help then."""
+    beyond = [stage for _, outcome in measured for stage in outcome.stages if stage.load > top and not stage.valid]
+    if not beyond:
+        return ""
+    (reason, _), *_ = Counter(reason for stage in beyond for reason in stage.invalid_reasons).most_common(1)
+    return f"; {len(beyond)} stages beyond it were invalid, such as: {reason}"
 
 
 def _finding(trial: TrialRecord, outcome: Measured) -> KneeFinding:

@@ -282,6 +282,17 @@ def test_runs_without_an_answer_say_why() -> None:
     assert run_verdict(short, choose_production(short, WIDE), WIDE).verdict is RunVerdict.TOO_FEW_STAGES
 
 
+def test_a_range_that_the_client_cut_off_is_not_blamed_on_the_range() -> None:
+    """Who reads `extend the range` must know that the loads beyond were measured, and why they did not count."""
+    trial = _short_of_the_fence(1)
+    assert trial.outcome.outcome == "measured"
+    bound = {"load": 512, "valid": False, "invalid_reasons": ("client bound: its CPU was busy",)}
+    beyond = trial.outcome.stages[-1].model_copy(update=bound)
+    outcome = trial.outcome.model_copy(update={"stages": (*trial.outcome.stages, beyond)})
+    reason = run_verdict([trial.model_copy(update={"outcome": outcome})], None, WIDE).reason
+    assert "1 stages beyond it were invalid, such as: client bound: its CPU was busy" in reason
+
+
 def test_limits_other_than_the_slo_are_not_blamed_on_it() -> None:
     """Preemptions everywhere, or too few samples everywhere, are named as themselves."""
     preempting = [_trial(0, num_preemptions=1)]
