@@ -102,6 +102,9 @@ _Stop = Annotated[
 ]
 """One choice by what is there, so that an error is about what the client meant."""
 
+_NO_SEED = -1
+"""As good as none (vLLM: `vllm/sampling_params.py`)."""
+
 _MOST_WRITTEN = 100
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Value = TypeVar("_Value")
@@ -200,7 +203,7 @@ class _GenerationRequest(BaseModel):
             repetition_penalty=_or(self.repetition_penalty, 1.0),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             num_logprobs=self._num_logprobs(),
-            seed=self.seed,
+            seed=None if self.seed == _NO_SEED else self.seed,
             ignore_eos=_or(self.ignore_eos, False),  # noqa: FBT003
         )
 

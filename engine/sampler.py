@@ -19,7 +19,8 @@ from engine.step import ScheduledRequest, StepResult, TokenLogprobs
 from kernels.reference import penalise, sample, sample_likely
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by less overflows float32 (vLLM: `_SAMPLING_EPS`)."""
+"""Temperatures below this are greedy: dividing by less overflows float32 (vLLM: `_SAMPLING_EPS`; there, those between 0
+and 0.01 are raised to 0.01 first)."""
 
 
 class Sampler:

@@ -87,6 +87,13 @@ def test_a_prompt_comes_in_four_forms(prompt: object, expected: object) -> None:
     assert _completion(prompt=prompt).prompts() == expected
 
 
+def test_a_seed_of_minus_one_is_none() -> None:
+    """As in vLLM: who sends it wants another answer every time."""
+    assert _sampling(_completion(seed=-1)).seed is None
+    assert _sampling(_completion(seed=-2)).seed == -2
+    assert _sampling(_completion(seed=0)).seed == 0
+
+
 def test_chat_says_logprobs_its_own_way() -> None:
     """True alone reports the token drawn and no others."""
     assert _sampling(_chat(logprobs=True)).num_logprobs == 0
