@@ -21,6 +21,7 @@ from engine.config import ConfigError, EngineConfig, parse_size
 from engine.core import CoreFailed, start_error_kind
 from engine.device_ledger import DeviceLedgerError
 from engine.executor.law import law_names
+from engine.kv_quality import kv_quality
 from engine.launch import report_start_failure, serve
 from engine.plan import plan
 from engine.replay import TraceFileError, read_traces, replay_file
@@ -47,9 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = engine_config(args)
         if args.command == "plan":
             return plan(config, tokens_per_request=args.tokens_per_request, as_json=args.json)
+        if args.command == "kv-quality":
+            return kv_quality(config, num_prompts=args.prompts, text=args.text, as_json=args.json)
     except (ConfigError, DeviceLedgerError) as error:
         code = report_start_failure(CoreFailed(start_error_kind(error), str(error)))
-        return _BAD_INPUT if "plan" in given[:1] and isinstance(error, ConfigError) else code
+        starts_nothing = given[:1] in (["plan"], ["kv-quality"])
+        return _BAD_INPUT if starts_nothing and isinstance(error, ConfigError) else code
     return serve(config, host=args.host, port=args.port, step_log=args.step_log)
 
 
@@ -135,6 +139,13 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "--tokens-per-request", type=_size, metavar="TOKENS", help="how many such requests fit at once"
     )
     planning.add_argument("--json", action="store_true", help="write the calculation as JSON")
+    quality_text = "compare a model's answers with an fp8 KV cache and with its own dtype"
+    quality = commands.add_parser(
+        "kv-quality", help=quality_text, parents=[command], add_help=False, allow_abbrev=False
+    )
+    quality.add_argument("--prompts", type=int, default=16, metavar="N", help="random prompts to answer" + _DEFAULT)
+    quality.add_argument("--text", type=Path, metavar="FILE", help="score this text (default: texts the model makes)")
+    quality.add_argument("--json", action="store_true", help="write the comparison as JSON")
     return parser, command
 
 

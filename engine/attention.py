@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.kv_cache import LayerKv
 from kernels.cpu_attention import AttentionPlan, cpu_attention, plan_attention
 from kernels.reference import kv_write, paged_attention
 
@@ -49,26 +50,25 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    kv_cache: Tensor,
+    kv: LayerKv,
     inputs: AttentionInputs,
     *,
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Write the step's keys and values into one layer's cache, then attend over it.
+    """Write the step's keys and values into one layer's cache, then attend over what is stored there.
 
     Args:
         query: (T, query heads, head size); `key` and `value` (T, key/value heads, head size).
-        kv_cache: (2, blocks, block size, key/value heads, head size): keys, values.
         window: how many positions back a token sees, itself included; None is all.
 
     Returns:
         Shaped like `query`.
     """
-    key_cache, value_cache = kv_cache.unbind()
-    kv_write(key, value, key_cache, value_cache, inputs.slots)
+    scales = kv.scales
+    kv_write(key, value, kv.keys, kv.values, inputs.slots, scales.key, scales.value)
     if query.is_cpu:
-        plan = inputs.cpu_plan(key_cache, num_heads=query.shape[1], window=window)
-        return cpu_attention(query, key_cache, value_cache, scale, plan)
+        plan = inputs.cpu_plan(kv.keys, num_heads=query.shape[1], window=window)
+        return cpu_attention(query, kv.keys, kv.values, scale, plan, scales.key, scales.value)
     tables, lens, starts = inputs.block_tables, inputs.context_lens, inputs.query_starts
-    return paged_attention(query, key_cache, value_cache, tables, lens, starts, scale, window)
+    return paged_attention(query, kv.keys, kv.values, tables, lens, starts, scale, window, scales.key, scales.value)

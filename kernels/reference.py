@@ -14,6 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
+FP8 = torch.float8_e4m3fn
+"""What a float8 cache holds."""
+
+FP8_MAX = torch.finfo(FP8).max
+"""448, the largest number it does."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last axis: `x / sqrt(mean(x^2) + eps) * weight`.
@@ -56,16 +62,32 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def kv_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
     """Store each token's key and value at its slot: `cache[slot // S, slot % S] = row`.
+
+    A float8 cache holds `row / scale`, cut off at ±`FP8_MAX`.
 
     Args:
         key: (T, K, D); `value` alike.
         key_cache: (N, S, K, D), written in place; `value_cache` alike.
         slots: (T,) int64, distinct.
+        key_scale: of a float8 cache, as `value_scale`; others are written as they are.
     """
-    key_cache.flatten(0, 1).index_copy_(0, slots, key)
-    value_cache.flatten(0, 1).index_copy_(0, slots, value)
+    for rows, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        slot_rows = cache.flatten(0, 1)
+        if cache.dtype == FP8:
+            stored = (rows.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+            slot_rows.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))
+        else:
+            slot_rows.index_copy_(0, slots, rows)
 
 
 def paged_attention(
@@ -77,6 +99,8 @@ def paged_attention(
     query_starts: Tensor,
     scale: float,
     window: int | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of every request's new tokens over its whole context, chunked prefill and decode mixed.
 
@@ -94,6 +118,7 @@ def paged_attention(
         query_starts: (R + 1,) int32.
         scale: usually `D ** -0.5`.
         window: positions a token sees, itself included; None is all.
+        key_scale: what stored keys are multiplied by, and `value_scale` values.
 
     Returns:
         (T, Q, D).
@@ -104,8 +129,9 @@ def paged_attention(
     for request, context in enumerate(context_lens.tolist()):
         queries = query[starts[request] : starts[request + 1]]
         positions = torch.arange(context, device=query.device)
-        blocks = block_tables[request, positions // block_size]
-        key, value = (cache[blocks, positions % block_size] for cache in (key_cache, value_cache))
+        slots = block_tables[request, positions // block_size] * block_size + positions % block_size
+        key, value = (cache.flatten(0, 1).index_select(0, slots) for cache in (key_cache, value_cache))
+        key, value = (key.to(query.dtype) * key_scale, value.to(query.dtype) * value_scale)
         age = positions[-len(queries) :].unsqueeze(1) - positions
         seen = age >= 0 if window is None else (age >= 0) & (age < window)
         outs.append(_attend(queries, key, value, seen, scale))

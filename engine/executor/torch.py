@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from engine.config import (
     split_device,
 )
 from engine.device_memory import activation_peak_bytes, device_label, non_torch_bytes, take_share
+from engine.kv_cache import KvCache, KvScales, new_kv_cache
 from engine.limits import read_limits
 from engine.memory import DeviceShare, KvLayout, MemoryReport, kv_blocks_in_force, memory_budget
 from engine.models.config import ModelConfig, read_model_config
@@ -29,7 +31,9 @@ from engine.models.weights import Checkpoint, Dummy, load_weights
 from engine.request import MAX_LOGPROBS, SamplingParams
 from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
+from kernels.reference import FP8
 
+_CALIBRATION_TOKENS = 256
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -133,26 +137,55 @@ class ModelRunner:
             block_size=config.block_size,
             device=plan.device,
         )
+        self._kv_dtype, self._kv_scales = dtype, (KvScales(),) * model.num_layers
+        if config.kv_cache_dtype == "fp8":
+            self._kv_scales = self._calibrated_scales()
+            self._kv_dtype = FP8
 
-    def step(self, plan: StepPlan, kv_cache: Tensor) -> StepResult:
+    def step(self, plan: StepPlan, kv_cache: KvCache) -> StepResult:
         """Compute one step on the whole model, with the KV blocks of `allocate_kv`."""
         return self._step(plan, self._decoder, kv_cache)
 
     @torch.inference_mode()
-    def _step(self, plan: StepPlan, decoder: Decoder, kv_cache: Tensor) -> StepResult:
+    def _step(self, plan: StepPlan, decoder: Decoder, kv_cache: KvCache) -> StepResult:
         batch = self._buffers.fill(plan)
         hidden = decoder.forward(batch.token_ids, batch.positions, batch.attention, kv_cache)
         if not batch.sampled:
             return StepResult(sampled_token_ids={})
         return self._sampler.draw(decoder.logits(hidden.index_select(0, batch.sampled_rows)), batch.sampled)
 
-    def allocate_kv(self, num_blocks: int, *, num_layers: int | None = None) -> Tensor:
-        """(layers, 2, blocks, block size, key/value heads, head size), every page touched; all layers unless told."""
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan, kv_cache: KvCache) -> Tensor:
+        """Scores of the vocabulary after every token of a step: (tokens, vocabulary) float32."""
+        batch = self._buffers.fill(plan)
+        return self._decoder.logits(self._decoder.forward(batch.token_ids, batch.positions, batch.attention, kv_cache))
+
+    def allocate_kv(self, num_blocks: int, *, num_layers: int | None = None) -> KvCache:
+        """A cache of so many blocks; all layers unless told."""
         model, like = self._decoder.config, self._decoder.weights.embedding
         layers = model.num_layers if num_layers is None else num_layers
         block_size = self._plan.config.block_size
-        cache = like.new_empty(layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
-        return cache.zero_()
+        shape = (layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        return new_kv_cache(shape, self._kv_scales[:layers], self._kv_dtype, like)
+
+    def _calibrated_scales(self) -> tuple[KvScales, ...]:
+        """Scales for float8 by the keys and values of random tokens."""
+        config = self._plan.config
+        num_tokens = min(_CALIBRATION_TOKENS, config.max_num_batched_tokens, self._plan.max_model_len)
+        drawn = np.random.Generator(np.random.PCG64(config.seed)).integers(self._plan.model.vocab_size, size=num_tokens)
+        num_blocks = -(-num_tokens // config.block_size)
+        tokens = ScheduledRequest(
+            request_id="calibration",
+            token_ids=tuple(drawn.tolist()),
+            start=0,
+            block_ids=tuple(range(num_blocks)),
+            samples=False,
+            output_index=0,
+            sampling=SamplingParams(max_tokens=1),
+        )
+        cache = self.allocate_kv(num_blocks)
+        self.step(StepPlan(scheduled=(tokens,)), cache)
+        return cache.scales_for_fp8()
 
     def measure(self, share: DeviceShare) -> MemoryReport:
         """Run the largest steps and account for every byte of the share."""
@@ -192,7 +225,7 @@ class ModelRunner:
         return max(peaks)
 
     def _kv_layout(self) -> KvLayout:
-        model, itemsize = self._decoder.config, self._decoder.weights.embedding.itemsize
+        model, itemsize = self._decoder.config, self._kv_dtype.itemsize
         token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
         block_size = self._plan.config.block_size
         return KvLayout(block_size=block_size, block_bytes=block_size * token_bytes)

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
 from engine.attention import AttentionInputs, attend
+from engine.kv_cache import KvCache, LayerKv
 from engine.models.config import ModelConfig
 from engine.models.rope import Rope
 from engine.models.weights import LayerWeights, ModelWeights
@@ -35,13 +36,13 @@ class Decoder:
         self._embedding_scale = like.new_tensor(config.embedding_scale).item()
         self._gated = _GATED[config.activation]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, kv_cache: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, kv_cache: KvCache) -> Tensor:
         """Hidden states after the last norm.
 
         Args:
             token_ids: (T,) int64.
             positions: (T,) int64.
-            kv_cache: (layers, 2, blocks, block size, key/value heads, head size), written in place.
+            kv_cache: written in place.
 
         Returns:
             (T, hidden size).
@@ -53,9 +54,9 @@ class Decoder:
             residual = residual * self._embedding_scale
         hidden = torch.zeros_like(residual)
         kinds = zip(config.layer_ropes, config.layer_windows, strict=True)
-        for layer, layer_cache, (rope, window) in zip(self.weights.layers, kv_cache.unbind(), kinds, strict=True):
+        for layer, kv, (rope, window) in zip(self.weights.layers, kv_cache.layers(), kinds, strict=True):
             hidden, residual = add_rms_norm(hidden, residual, layer.attention_norm, eps)
-            hidden = self._attention(layer, hidden, rotations[rope], inputs, layer_cache, window)
+            hidden = self._attention(layer, hidden, rotations[rope], inputs, kv, window)
             if layer.attention_output_norm is not None:
                 hidden = rms_norm(hidden, layer.attention_output_norm, eps)
             hidden, residual = add_rms_norm(hidden, residual, layer.mlp_norm, eps)
@@ -76,7 +77,7 @@ class Decoder:
         hidden: Tensor,
         rotation: tuple[Tensor, Tensor],
         inputs: AttentionInputs,
-        kv_cache: Tensor,
+        kv: LayerKv,
         window: int | None,
     ) -> Tensor:
         config = self.config
@@ -87,7 +88,7 @@ class Decoder:
             query_key = rms_norm(query_key, layer.qk_norm, config.rms_norm_eps)
         query_key = rotary_embedding(query_key, *rotation)
         query, key = query_key.tensor_split([config.num_heads], dim=1)
-        out = attend(query, key, value, kv_cache, inputs, scale=config.query_scale, window=window)
+        out = attend(query, key, value, kv, inputs, scale=config.query_scale, window=window)
         return layer.output(out.reshape(num_tokens, -1))
 
     def logits(self, hidden: Tensor) -> Tensor:

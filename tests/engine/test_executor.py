@@ -82,8 +82,8 @@ def test_every_byte_of_the_budget_is_accounted_for(executor: TorchExecutor) -> N
 
     assert memory.total_bytes == 96 * MIB
     assert memory.requested_bytes == 48 * MIB
-    assert executor._kv_cache.nbytes == kv_bytes
-    assert executor._kv_cache.shape[2] == resolved.num_gpu_blocks
+    assert executor._kv_cache.data.nbytes == kv_bytes
+    assert executor._kv_cache.data.shape[2] == resolved.num_gpu_blocks
     assert memory.kv_cache_bytes - resolved.kv_block_bytes < kv_bytes <= memory.kv_cache_bytes
     assert resolved.kv_block_bytes == 16 * 4 * 2 * 2 * 64 * 4
     assert memory.weights_bytes == 4 * (5_313_920 + has_packed_product() * 512 * 384)
@@ -234,7 +234,7 @@ def test_overridden_blocks_are_used_and_warned_of() -> None:
     few = TorchExecutor(_config(num_gpu_blocks_override=5))
     many = TorchExecutor(_config(num_gpu_blocks_override=800))
 
-    assert few._kv_cache.shape[2] == few.resolved.num_gpu_blocks == 5
+    assert few._kv_cache.data.shape[2] == few.resolved.num_gpu_blocks == 5
     assert "num_gpu_blocks_override=5 is below the 8 blocks" in few.resolved.warnings[0]
     assert "num_gpu_blocks_override=800 is above the" in many.resolved.warnings[0]
 

@@ -33,6 +33,7 @@ from transformers import (
 from engine.batch import BatchBuffers
 from engine.config import EngineConfig
 from engine.executor.torch import TorchExecutor
+from engine.kv_cache import KvCache, KvScales
 from engine.models.config import read_model_config
 from engine.models.llama import Decoder
 from engine.models.weights import Checkpoint, load_weights
@@ -290,7 +291,7 @@ def _logits(folder: Path, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor
         device=cpu,
     )
     shape = (config.num_layers, 2, 9, BLOCK, config.num_kv_heads, config.head_dim)
-    cache = torch.full(shape, np.nan, dtype=dtype)
+    cache = KvCache(torch.full(shape, np.nan, dtype=dtype), (KvScales(),) * config.num_layers)
     ours = []
     with torch.inference_mode():
         for start, stop in ((0, 33), (33, 34), (34, len(tokens))):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import cpu_attention as attention
 from kernels.cpu_attention import Decodes, cpu_attention, plan_attention
-from kernels.reference import paged_attention
+from kernels.reference import FP8, paged_attention
 
 BLOCK_SIZE = 4
 HEAD_DIM = 8
@@ -30,24 +30,27 @@ class Case:
     lens: Tensor
     starts: Tensor
 
-    def both(self, window: int | None) -> tuple[Tensor, Tensor]:
+    def both(self, window: int | None, scales: tuple[float, float] = (1.0, 1.0)) -> tuple[Tensor, Tensor]:
         """What the CPU's and the reference's make of it."""
         steps = (self.tables, self.lens, self.starts)
         plan = plan_attention(*steps, key_cache=self.key_cache, num_heads=self.query.shape[1], window=window)
-        ours = cpu_attention(self.query, self.key_cache, self.value_cache, 0.3, plan)
-        wide = (cache.to(self.query.dtype) for cache in (self.key_cache, self.value_cache))
-        return ours, paged_attention(self.query, *wide, *steps, 0.3, window)
+        caches = (self.key_cache, self.value_cache)
+        ours = cpu_attention(self.query, *caches, 0.3, plan, *scales)
+        return ours, paged_attention(self.query, *caches, *steps, 0.3, window, *scales)
 
 
-def _case(requests: list[tuple[int, int]], *, heads: tuple[int, int] = (6, 2), dtype: torch.dtype) -> Case:
+def _case(
+    requests: list[tuple[int, int]], *, heads: tuple[int, int] = (6, 2), dtype: torch.dtype = torch.float32
+) -> Case:
     """`requests` are (new tokens, context); each context fills its blocks in a shuffled order."""
+    query_dtype = torch.float32 if dtype == FP8 else dtype
     generator = torch.Generator().manual_seed(len(requests))
     lens, contexts = zip(*requests, strict=True)
     counts = [-(-context // BLOCK_SIZE) for context in contexts]
     shuffled = torch.randperm(sum(counts) + 3, generator=generator).int()
     tables = torch.full((len(lens), max(counts)), int(shuffled[-1]), dtype=torch.int32)
     shape = (len(shuffled), BLOCK_SIZE, heads[1], HEAD_DIM)
-    key_cache, value_cache = (torch.full(shape, math.nan).to(dtype) for _ in range(2))
+    key_cache, value_cache = (torch.full(shape, math.nan) for _ in range(2))
     first = 0
     for index, (count, context) in enumerate(zip(counts, contexts, strict=True)):
         tables[index, :count] = shuffled[first : first + count]
@@ -55,11 +58,11 @@ def _case(requests: list[tuple[int, int]], *, heads: tuple[int, int] = (6, 2), d
         positions = torch.arange(context)
         slots = tables[index][positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         for cache in (key_cache, value_cache):
-            cache.flatten(0, 1)[slots] = torch.randn(context, *shape[2:], generator=generator).to(dtype)
+            cache.flatten(0, 1)[slots] = torch.randn(context, *shape[2:], generator=generator)
     return Case(
-        query=torch.randn(sum(lens), heads[0], HEAD_DIM, generator=generator).to(dtype),
-        key_cache=key_cache,
-        value_cache=value_cache,
+        query=torch.randn(sum(lens), heads[0], HEAD_DIM, generator=generator).to(query_dtype),
+        key_cache=key_cache.to(dtype),
+        value_cache=value_cache.to(dtype),
         tables=tables,
         lens=torch.tensor(contexts).int(),
         starts=torch.tensor([0, *lens]).cumsum(0).int(),
@@ -74,7 +77,8 @@ REQUESTS = st.tuples(st.integers(1, 9) | st.just(1), st.integers(0, 40)).map(lam
     requests=st.lists(REQUESTS, min_size=1, max_size=7),
     window=st.none() | st.integers(1, 50),
     heads=st.sampled_from([(4, 4), (6, 2), (8, 1)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, FP8]),
+    scales=st.sampled_from([(1.0, 1.0), (0.25, 2.0)]),
     group=st.integers(1, 100),
     tile=st.integers(1, 5),
 )
@@ -83,6 +87,7 @@ def test_it_computes_what_the_reference_does(
     window: int | None,
     heads: tuple[int, int],
     dtype: torch.dtype,
+    scales: tuple[float, float],
     group: int,
     tile: int,
 ) -> None:
@@ -92,16 +97,16 @@ def test_it_computes_what_the_reference_does(
         patch.setattr(attention, "GROUP_TOKENS", group)
         patch.setattr(attention, "PADDING_TOKENS", group // 4)
         patch.setattr(attention, "TILE_QUERIES", tile)
-        ours, expected = case.both(window)
+        ours, expected = case.both(window, scales)
 
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    assert ours.dtype == dtype
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    assert ours.dtype == case.query.dtype
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_a_long_context_is_computed_in_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores of a long prompt's chunk stay within bounds, so that they take no memory from KV blocks."""
-    case = _case([(9, 40)], dtype=torch.float32)
+    case = _case([(9, 40)])
     monkeypatch.setattr(attention, "TILE_SCORES", 6 * 40 * 2)
     sizes = []
     monkeypatch.setattr(torch, "bmm", lambda a, b, bmm=torch.bmm: sizes.append(a.shape[1]) or bmm(a, b))
@@ -114,7 +119,7 @@ def test_a_long_context_is_computed_in_smaller_tiles(monkeypatch: pytest.MonkeyP
 
 def test_decodes_are_grouped_where_that_pads_little() -> None:
     """One long context among short ones does not make the short ones read as much as it does."""
-    case = _case([(1, 30)] * 100 + [(1, 2000)], dtype=torch.float32)
+    case = _case([(1, 30)] * 100 + [(1, 2000)])
     plan = plan_attention(case.tables, case.lens, case.starts, key_cache=case.key_cache, num_heads=6, window=None)
 
     lengths = [len(part.rows) for part in plan.parts if isinstance(part, Decodes)]
@@ -123,7 +128,7 @@ def test_decodes_are_grouped_where_that_pads_little() -> None:
 
 def test_a_window_bounds_what_a_decode_reads() -> None:
     """A sliding window saves the time that full attention to a long context would take."""
-    case = _case([(1, 500)], dtype=torch.float32)
+    case = _case([(1, 500)])
     (part,) = plan_attention(
         case.tables, case.lens, case.starts, key_cache=case.key_cache, num_heads=6, window=16
     ).parts
@@ -134,6 +139,6 @@ def test_a_window_bounds_what_a_decode_reads() -> None:
 
 def test_a_context_that_no_cache_holds_is_refused() -> None:
     """A broken block table is an error, not damaged memory."""
-    case = _case([(1, 8)], dtype=torch.float32)
+    case = _case([(1, 8)])
     with pytest.raises(ValueError, match="a context of 8 tokens does not fit a cache of 4 slots"):
         plan_attention(case.tables, case.lens, case.starts, key_cache=case.key_cache[:1], num_heads=6, window=None)
