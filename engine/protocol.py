@@ -201,7 +201,7 @@ class _GenerationRequest(BaseModel):
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             repetition_penalty=_or(self.repetition_penalty, 1.0),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),  # each once: at most the vocabulary
             num_logprobs=self._num_logprobs(),
             seed=None if self.seed == _NO_SEED else self.seed,
             ignore_eos=_or(self.ignore_eos, False),  # noqa: FBT003

@@ -6,7 +6,7 @@ tokens and a limit of running requests (vLLM V1: `vllm/v1/core/sched/scheduler.p
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -161,7 +161,7 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: list[Request] = []
         self._in_flight: _Step | None = None
         self.num_preemptions = 0
@@ -203,7 +203,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestRefusedError(f"request id {request.request_id!r} is in use: ids must be unique")
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks at once; a token it has in flight is dropped.
@@ -213,9 +213,12 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return
+        was_running = request.state is RequestState.RUNNING
         self._finish(request, FinishReason.ABORT)
-        self._waiting = deque(item for item in self._waiting if item is not request)
-        self._running = [item for item in self._running if item is not request]
+        if was_running:
+            self._running = [item for item in self._running if item is not request]
+        else:
+            del self._waiting[request_id]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing changes, while any request holds KV blocks."""
@@ -278,7 +281,7 @@ class Scheduler:
         """How the books stand between two steps."""
         return SchedulerSnapshot(
             running=tuple((request.request_id, request.num_computed_tokens) for request in self._running),
-            waiting=tuple(request.request_id for request in self._waiting),
+            waiting=tuple(self._waiting),
             free_block_ids=self._blocks.free_ids(),
             cached_free_block_ids=self._blocks.cached_free_ids(),
         )
@@ -300,7 +303,7 @@ class Scheduler:
             expected = self._blocks.blocks_for(request.num_computed_tokens)
             if len(self._blocks.table(request.request_id)) != expected:
                 raise AssertionError(f"{request.request_id} must hold {expected} blocks: {request}")
-        for request in self._waiting:
+        for request in self._waiting.values():
             if request.num_computed_tokens or self._blocks.table(request.request_id):
                 raise AssertionError(f"{request.request_id} waits and must hold nothing: {request}")
         if len(self._running) > self._config.max_num_seqs:
@@ -338,7 +341,8 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         victim.state = RequestState.PREEMPTED
-        self._waiting.appendleft(victim)
+        self._waiting[victim.request_id] = victim
+        self._waiting.move_to_end(victim.request_id, last=False)
         self.num_preemptions += 1
 
     def _discard(self, step: _Step) -> None:
@@ -353,7 +357,7 @@ class Scheduler:
         """Admit from the head of the waiting queue; the first request that does not fit ends it."""
         config, blocks = self._config, self._blocks
         while self._waiting and step.budget_tokens > 0 and len(self._running) < config.max_num_seqs:
-            request = self._waiting[0]
+            request = next(iter(self._waiting.values()))
             num_known = request.num_known_tokens
             prefix = blocks.cached_prefix(request)
             start = len(prefix) * config.block_size
@@ -367,7 +371,7 @@ class Scheduler:
             num_spare = config.watermark_blocks if self._running else 0
             if blocks.num_needed(num_to_hold, prefix) + num_spare > blocks.num_free:
                 return
-            self._waiting.popleft()
+            self._waiting.popitem(last=False)
             self._admit(request, prefix, step)
             table = blocks.try_grow(request, start + num_tokens)
             if table is None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 64 * 2**20
 _DEFAULT_COMPLETION_TOKENS = 16
 _CLIENT_GONE = 499
+_LONG_TEXT = 4096
+"""From here on a text takes milliseconds to encode. Unit: characters."""
+
 _Done = TypeVar("_Done")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -89,12 +93,7 @@ class Api:
         """POST /v1/completions."""
         body = parse_body(CompletionRequest, await request.read())
         self._check_model(body.model)
-        prompts = [
-            self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else tuple(prompt)
-            for prompt in body.prompts()
-        ]
-        for prompt in prompts:
-            self._check_prompt(prompt, param="prompt")
+        prompts = [await self._prompt(prompt) for prompt in body.prompts()]
         params = body.sampling(default_max_tokens=_DEFAULT_COMPLETION_TOKENS, vocab_size=self._resolved.vocab_size)
         return await self._answer(request, _job(body, prompts, params))
 
@@ -106,7 +105,7 @@ class Api:
             text = self._tokenizer.render_chat(body.plain_messages())
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages") from error
-        prompt = self._tokenizer.encode(text, add_special_tokens=False)
+        prompt = await self._encode(text, param="messages", add_special_tokens=False)
         self._check_prompt(prompt, param="messages")
         params = body.sampling(
             default_max_tokens=self._resolved.max_model_len - len(prompt), vocab_size=self._resolved.vocab_size
@@ -144,6 +143,30 @@ class Api:
             raise ApiError(
                 404, f"the model {name!r} is not served here: use {served!r}", param="model", code="model_not_found"
             )
+
+    async def _prompt(self, given: str | list[int]) -> tuple[int, ...]:
+        if isinstance(given, str):
+            prompt = await self._encode(given, param="prompt", add_special_tokens=True)
+        else:
+            prompt = tuple(given)
+        self._check_prompt(prompt, param="prompt")
+        return prompt
+
+    async def _encode(self, text: str, *, param: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a text; a long one is encoded beside the event loop, where it holds up nobody's stream.
+
+        Raises:
+            ApiError: for a text too long however it is cut, before the time is spent that its encoding takes.
+        """
+        longest = self._resolved.max_model_len * self._tokenizer.longest_token
+        if len(text) > longest:
+            reason = (
+                f"the prompt has {len(text)} characters, max_model_len={self._resolved.max_model_len} tokens stand for "
+                f"at most {longest}: shorten it"
+            )
+            raise ApiError(400, reason, param=param, code="context_length_exceeded")
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return encode() if len(text) < _LONG_TEXT else await asyncio.to_thread(encode)
 
     def _check_prompt(self, prompt: tuple[int, ...], *, param: str) -> None:
         """Refuse what the core could not run; a tokenizer may know more tokens than its model has."""
@@ -243,8 +266,17 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         return web.Response(status=_CLIENT_GONE)  # nobody reads it; what is raised here is logged as a fault of ours
     except Exception as error:  # noqa: BLE001 - the edge of the process: one request's fault, told and logged
         answer = _as_api_error(error)
-        headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, OverloadedError) else None
-        return web.json_response(answer.body(), status=answer.status, headers=headers)
+        return web.json_response(answer.body(), status=answer.status, headers=_headers_of(error))
+
+
+def _headers_of(error: Exception) -> dict[str, str]:
+    """What an error says beside its body: when to come back, or which methods a path has."""
+    match error:
+        case OverloadedError():
+            return {"Retry-After": str(error.retry_after_s)}
+        case web.HTTPMethodNotAllowed():
+            return {"Allow": ", ".join(sorted(error.allowed_methods))}
+    return {}
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -260,5 +292,7 @@ def _as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error))
         case web.HTTPError():
             return ApiError(error.status, error.reason)
+        case web.RequestPayloadError():
+            return ApiError(400, f"the body cannot be read: {error}")
     logger.error("a request failed in a way nobody foresaw", exc_info=error)
     return ApiError(500, f"the server failed: {type(error).__name__}: {error}")

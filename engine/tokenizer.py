@@ -40,10 +40,14 @@ class TextTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a fast tokenizer: {error}") from error
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """Most characters that one token stands for. Unit: characters."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of a text; with special tokens where the tokenizer adds any (none for a rendered chat)."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # As a batch of one: that lets other threads run meanwhile, and counts no characters, a quarter of the time.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out; bytes that form no character become U+FFFD."""

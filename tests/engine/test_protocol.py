@@ -48,6 +48,11 @@ def test_every_field_reaches_the_sampler() -> None:
     assert _sampling(_chat(**asked, logprobs=True, top_logprobs=5)) == expected
 
 
+def test_a_stop_token_said_often_is_kept_once() -> None:
+    """A body of stop tokens, with 128 choices of which each has its own, would fill the memory and slow every step."""
+    assert _sampling(_completion(stop_token_ids=[8, 7, 8] * 1000)).stop_token_ids == (8, 7)
+
+
 @pytest.mark.parametrize("kind", [_completion, _chat])
 def test_null_and_defaults_ask_for_nothing(kind: Any) -> None:
     """Clients that spell out what they do not want are served."""

@@ -6,6 +6,7 @@ whatever arrives.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -211,6 +212,24 @@ def test_an_abort_while_the_step_runs_frees_at_once_and_drops_the_token() -> Non
     assert [(output.request_id, output.token_id) for output in outputs] == [("b", 6)]
     assert request.finish_reason is FinishReason.ABORT
     scheduler.check_integrity()
+
+
+def test_an_abort_costs_the_same_however_many_wait() -> None:
+    """A client that leaves with its thousands of choices would hold all others up for minutes."""
+
+    def calls_of_an_abort(num_waiting: int) -> int:
+        scheduler = make_scheduler()
+        for number in range(num_waiting):
+            scheduler.add(make_request(str(number), 1))
+        calls: list[str] = []
+        sys.setprofile(lambda _frame, event, _: calls.append(event))
+        try:
+            scheduler.abort("5")
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert calls_of_an_abort(500) == calls_of_an_abort(10)
 
 
 def test_every_knob_reaches_the_scheduler() -> None:

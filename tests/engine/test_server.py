@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
@@ -325,6 +326,48 @@ async def test_requests_that_are_no_requests_get_json_errors(client: aiohttp.Cli
         assert (response.status, "error" in await response.json()) == (400, True)
     async with client.get("/v1/nothing") as response:
         assert (response.status, "error" in await response.json()) == (404, True)
+    async with client.put("/v1/completions") as response:
+        assert (response.status, response.headers["Allow"], "error" in await response.json()) == (405, "POST", True)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_cannot_be_decoded_is_the_clients_fault(client: aiohttp.ClientSession, encoding: str) -> None:
+    """Whoever watches for errors of the server is not called for a client's damaged body."""
+    packed = {"Content-Encoding": encoding}
+    async with client.post("/v1/completions", data=b"damaged", headers=packed) as response:
+        assert response.status == 400
+        assert encoding in await response.text()
+
+
+class CountingTokenizer(TextTokenizer):
+    """Says in which thread each text was encoded."""
+
+    def __init__(self) -> None:
+        """The embedded model's."""
+        super().__init__(model_folder("embedded"))
+        self.threads: list[threading.Thread] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """The same token ids."""
+        self.threads.append(threading.current_thread())
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_long_text_holds_up_nobody(chat: bool) -> None:  # noqa: FBT001 - a case
+    """Everybody's streams stand still for minutes over a text no context holds, and shortly over one that might."""
+    tokenizer = CountingTokenizer()
+    resolved = fake_resolved(EngineConfig(model="embedded", max_model_len=1024))
+    api = Api(cast("Frontend", FaultyFrontend()), tokenizer, resolved)
+    async with TestClient(TestServer(api.application())) as server:
+        for num_characters in (500_000, 8000, 5):
+            text = "x" * num_characters
+            asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+            response = await server.post("/v1/chat/completions" if chat else "/v1/completions", json=asked)
+            error = (await response.json())["error"]
+            assert (error["code"] == "context_length_exceeded") == (num_characters > 5)
+            assert ("characters" in error["message"]) == (num_characters == 500_000)
+    assert [thread is threading.main_thread() for thread in tokenizer.threads] == [False, True]
 
 
 async def test_models_and_config_in_force_can_be_read_back(client: aiohttp.ClientSession) -> None:
