@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-import yaml
-
 from engine.config import ConfigError, EngineConfig, parse_size
 from engine.core import CoreFailed, start_error_kind
 from engine.device_ledger import DeviceLedgerError
@@ -26,6 +24,7 @@ from engine.launch import report_start_failure, serve
 from engine.plan import plan
 from engine.replay import TraceFileError, read_traces, replay_file
 from engine.step_log import COLUMNS
+from engine.yaml_file import read_mapping
 
 _DEFAULT = " (default: %(default)s)"
 _MAX_PORT = 65535
@@ -166,18 +165,22 @@ def flags_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
     """The flags that a YAML file stands for: keys with dashes or underscores, `no-…: true` for a negative.
 
     Raises:
-        ConfigError: for a file that cannot be read, an unknown key (naming the nearest), or a value of a wrong kind.
+        ConfigError: for a file that cannot be read, an unknown key (naming the nearest), a setting that is made twice,
+            or a value of a wrong kind.
     """
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from error
-    if loaded is None:
-        return []
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"--config {path} must hold keys and values, not a {type(loaded).__name__}")
     flags = known_flags(parser)
-    return [part for key, value in loaded.items() for part in _flag_of_entry(path, str(key), value, flags)]
+    parts: list[str] = []
+    setters: dict[str, str] = {}
+    for key, value in read_mapping(path, f"--config {path}").items():
+        parts += _flag_of_entry(path, str(key), value, flags)
+        other = setters.setdefault(flags[_flag_name(str(key))].dest, str(key))
+        if other != key:
+            raise ConfigError(f"--config {path}: {other!r} and {key!r} set the same: leave one out")
+    return parts
+
+
+def _flag_name(key: str) -> str:
+    return key.replace("_", "-")
 
 
 def known_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -187,7 +190,7 @@ def known_flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _flag_of_entry(path: Path, key: str, value: object, flags: dict[str, argparse.Action]) -> list[str]:
-    name = key.replace("_", "-")
+    name = _flag_name(key)
     if name not in flags:
         nearest = difflib.get_close_matches(name, flags, n=1, cutoff=0.4)
         hint = f"; the nearest known one is {nearest[0]!r}" if nearest else ""
@@ -200,6 +203,8 @@ def _flag_of_entry(path: Path, key: str, value: object, flags: dict[str, argpars
         return [f"--{positive}" if value != name.startswith("no-") else f"--no-{positive}"]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ConfigError(f"--config {path}: {key}={value!r} must be one number or text")
+    if "\0" in str(value):
+        raise ConfigError(f"--config {path}: {key}={value!r} holds a NUL, which no name may")
     if callable(action.type):
         try:
             action.type(str(value))

@@ -89,6 +89,9 @@ class Choice:
     def _report(self, token_id: int, logprobs: TokenLogprobs, text: str) -> TokenReport:
         name = self._tokenizer.token_text
         top = tuple((name(other), logprob) for other, logprob in logprobs.top)
-        report = TokenReport(name(token_id), logprobs.logprob, top, self._text_length)
+        own = name(token_id)
+        # What was held back before it, half a character that stayed half, comes with it and is not its text.
+        num_before = len(text) - len(own) if text.endswith(own) else 0
+        report = TokenReport(own, logprobs.logprob, top, self._text_length + num_before)
         self._text_length += len(text)
         return report

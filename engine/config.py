@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<suffix>[kmgtKMGT]?)")
+_SIZE = re.compile(r"(?P<number>\d{1,30}(?:\.\d{1,30})?)(?P<suffix>[kmgtKMGT]?)")
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _DEVICE = re.compile(r"(?P<kind>auto|cpu|cuda)(?::(?P<number>[0-9]{1,4}))?")
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -150,11 +150,9 @@ class EngineConfig:
     `nobind`, no pinning."""
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
+        for name, (least, most) in _LIMITS.items():
             if getattr(self, name) is not None:
-                _require_at_least_one(name, getattr(self, name))
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} is below 0")
+                _require_within(name, getattr(self, name), least, most)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]: "
@@ -195,16 +193,25 @@ class EngineConfig:
             raise ConfigError(f"watermark={self.watermark} is outside [0, 1): it is a share of the KV blocks")
 
 
-_AT_LEAST_ONE = (
-    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_scheduled_tokens", "max_num_active_seqs"),
-    *("max_num_queued_reqs", "max_num_queued_tokens", "data_parallel_size", "tensor_parallel_size"),
-    *("block_size", "num_gpu_blocks_override", "device_memory_bytes"),
-)
+_COUNT = (1, 2**31 - 1)
+"""What torch, and int32 block tables, can count."""
+
+_LIMITS = {
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_num_scheduled_tokens"), _COUNT),
+    **dict.fromkeys(("max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens"), _COUNT),
+    **dict.fromkeys(("tensor_parallel_size", "block_size", "num_gpu_blocks_override"), _COUNT),
+    "data_parallel_size": (1, 64),  # each is a process, and all start at once
+    "device_memory_bytes": (1, 2**63 - 1),
+    "seed": (0, 2**63 - 1),
+}
+"""The least and the most of each number."""
 
 
-def _require_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name}={value} is below 1")
+def _require_within(name: str, value: int, least: int, most: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}={value} is below {least}")
+    if value > most:
+        raise ConfigError(f"{name}={value} is above {most}")
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -33,7 +33,9 @@ def cpus_of_ranks(bind: str, allowed: set[int], *, quota: float | None, num_rank
     try:
         if bind.startswith("count:"):
             return _counts(bind, ordered, num_ranks)
-        lists = [{cpu for part in text.split(",") for cpu in _cpu_range(part)} for text in bind.split("|")]
+        lists = [
+            {cpu for part in text.split(",") for cpu in _cpu_range(part, max(allowed))} for text in bind.split("|")
+        ]
     except ConfigError:
         raise
     except ValueError as error:
@@ -73,9 +75,10 @@ def _counts(bind: str, ordered: list[int], num_ranks: int) -> RankCpus:
     return tuple(tuple(ordered[rank * count : (rank + 1) * count]) for rank in range(num_ranks))
 
 
-def _cpu_range(text: str) -> range:
+def _cpu_range(text: str, last_allowed: int) -> range:
+    """CPUs from the first to the last; of those that are not allowed, the first says enough."""
     first, dash, last = text.partition("-")
     cpus = range(int(first), int(last if dash else first) + 1)
     if not cpus:
         raise ValueError(f"{text} is an empty range")
-    return cpus
+    return cpus[: max(1, last_allowed + 2 - cpus.start)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -95,6 +96,7 @@ class LLM:
 
         Raises:
             ValueError: for another number of sampling parameters than prompts.
+            TypeError: for a prompt that is neither text nor token ids.
             RequestRefusedError: before anything is computed, for a prompt that can never run, with its index.
         """
         if isinstance(prompts, str):
@@ -109,7 +111,7 @@ class LLM:
         if isinstance(prompt, str):
             token_ids = self._tokenizer.encode(prompt, add_special_tokens=True)
         else:
-            token_ids = tuple(prompt)
+            token_ids = _token_ids(index, prompt)
         if (reason := prompt_refusal(self.resolved, token_ids)) is not None:
             raise RequestRefusedError(f"prompt {index}: {reason}")
         request_id = str(next(self._request_numbers))
@@ -140,6 +142,14 @@ class LLM:
             finish_reason=done.finish_reason,
             logprobs=None if request.sampling.num_logprobs is None else tuple(done.logprobs),
         )
+
+
+def _token_ids(index: int, prompt: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers of any kind, such as numpy's, as Python's own."""
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise TypeError(f"prompt {index} is neither text nor a sequence of token ids: {error}") from error
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,9 +28,27 @@ MAX_LOGPROBS = 20
 """Most likely tokens a request may ask to be told of (vLLM: `max_logprobs`). Unit: tokens a token."""
 
 
+_RANGES = {
+    "max_tokens": (1, math.inf),
+    "min_tokens": (0, math.inf),
+    "temperature": (0, 1000),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
+"""The least and the most of what makes sense; the server's are these too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop."""
+    """How the next token is chosen and when to stop.
+
+    Raises:
+        ValueError: for a number out of its range, naming both.
+    """
 
     max_tokens: int
     """Most tokens to generate. Unit: tokens."""
@@ -69,6 +88,14 @@ class SamplingParams:
 
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever the model says; load tests need exact lengths."""
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:  # NaN neither
+                raise ValueError(f"{name}={value} is not from {least} to {most}")
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"num_logprobs={self.num_logprobs} is not from 0 to {MAX_LOGPROBS}")
 
     @property
     def has_penalties(self) -> bool:

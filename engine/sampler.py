@@ -74,7 +74,7 @@ class Sampler:
             for row, item in enumerate(requests)
             if item.output_index < item.sampling.min_tokens
             for token_id in (*self._eos_token_ids, *item.sampling.stop_token_ids)
-            if token_id < logits.shape[1]
+            if 0 <= token_id < logits.shape[1]
         ]
         if pairs:
             rows, tokens = torch.tensor(pairs, device=self._device).unbind(1)

@@ -10,11 +10,11 @@ import math
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.config import ConfigError
 from engine.step import StepPlan
+from engine.yaml_file import read_mapping
 
 _FOLDER = Path(__file__).parent / "laws"
 _SUFFIXES = (".yaml", ".yml")
@@ -176,15 +176,13 @@ def load_law(name: str) -> Law:
     Raises:
         ConfigError: for an unknown preset (listing those there are), a file that cannot be read, or a law that is none.
     """
-    path = Path(name).expanduser() if name.endswith(_SUFFIXES) else _FOLDER / f"{name}.yaml"
     if not name.endswith(_SUFFIXES) and name not in law_names():
         raise ConfigError(f"law={name!r} is no preset: take one of {', '.join(law_names())}, or a path to a YAML file")
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        path = Path(name).expanduser() if name.endswith(_SUFFIXES) else _FOLDER / f"{name}.yaml"
+    except RuntimeError as error:  # ~ and no such user
         raise ConfigError(f"law={name!r} cannot be read: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"law={name!r} must hold keys and values, not a {type(loaded).__name__}")
+    loaded = read_mapping(path, f"law={name!r}")
     try:
         return Law.model_validate({"name": path.stem, **loaded})
     except ValidationError as error:

@@ -117,7 +117,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 def _read_json(path: Path) -> Json:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not there; not text; not JSON
+    except (OSError, ValueError, RecursionError) as error:  # not there; not text; not JSON; too deep
         raise ConfigError(f"{path.name} cannot be read as JSON: {error}") from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path.name} is not a JSON object")
@@ -138,6 +138,9 @@ def _family(raw: Json) -> Family:
 
 def _model_config(family: Family, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     family.check_heads()
+    num_positions = family.num_positions()
+    if num_positions < 1:
+        raise ConfigError(f"the rotary embedding's factor leaves {num_positions} positions")
     return ModelConfig(
         hidden_size=family.hidden_size,
         num_layers=family.num_hidden_layers,
@@ -146,7 +149,7 @@ def _model_config(family: Family, eos_token_ids: tuple[int, ...]) -> ModelConfig
         head_dim=family.head_size,
         intermediate_size=family.intermediate_size,
         vocab_size=family.vocab_size,
-        max_position_embeddings=family.num_positions(),
+        max_position_embeddings=num_positions,
         rms_norm_eps=family.rms_norm_eps,
         tie_word_embeddings=family.tie_word_embeddings,
         activation=family.activation,

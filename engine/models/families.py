@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from engine.config import ConfigError
-from engine.models.rope import Rope, read_rope
+from engine.models.rope import Rope, Size, read_rope
 
 Theta = Annotated[float, Field(gt=1)]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -38,15 +38,15 @@ class Family(BaseModel):
     fits_float16: ClassVar[bool] = True
     """Whether what its layers compute stays within float16's largest number, 65504."""
 
-    hidden_size: PositiveInt = 4096
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 32
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    intermediate_size: PositiveInt
-    vocab_size: PositiveInt
-    max_position_embeddings: PositiveInt
-    original_max_position_embeddings: PositiveInt | None = None
+    hidden_size: Size = 4096
+    num_hidden_layers: Size = 32
+    num_attention_heads: Size = 32
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    intermediate_size: Size
+    vocab_size: Size
+    max_position_embeddings: Size
+    original_max_position_embeddings: Size | None = None
     rms_norm_eps: PositiveFloat = 1e-6
     hidden_act: Activation = "silu"
     attention_bias: bool = False
@@ -148,22 +148,22 @@ class Family(BaseModel):
 class Llama(Family):
     """Llama 1 to 3, and the many that took its shape (transformers: `LlamaConfig`)."""
 
-    intermediate_size: PositiveInt = 11008
-    vocab_size: PositiveInt = 32000
-    max_position_embeddings: PositiveInt = 2048
+    intermediate_size: Size = 11008
+    vocab_size: Size = 32000
+    max_position_embeddings: Size = 2048
     eos_token_id: EosTokenId = 2
 
 
 class Mistral(Family):
     """Mistral 7B: Llama with one window for all layers (transformers: `MistralConfig`)."""
 
-    num_key_value_heads: PositiveInt | None = 8
-    intermediate_size: PositiveInt = 14336
-    vocab_size: PositiveInt = 32000
-    max_position_embeddings: PositiveInt = 131072
+    num_key_value_heads: Size | None = 8
+    intermediate_size: Size = 14336
+    vocab_size: Size = 32000
+    max_position_embeddings: Size = 131072
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
-    sliding_window: PositiveInt | None = 4096
+    sliding_window: Size | None = 4096
     eos_token_id: EosTokenId = 2
 
     @property
@@ -175,13 +175,13 @@ class Mistral(Family):
 class Qwen(Family):
     """What Qwen 2 and 3 share: the later layers may slide."""
 
-    num_key_value_heads: PositiveInt | None = 32
-    intermediate_size: PositiveInt = 22016
-    vocab_size: PositiveInt = 151936
-    max_position_embeddings: PositiveInt = 32768
+    num_key_value_heads: Size | None = 32
+    intermediate_size: Size = 22016
+    vocab_size: Size = 151936
+    max_position_embeddings: Size = 32768
     mlp_bias: Literal[False] = False
     use_sliding_window: bool = False
-    sliding_window: PositiveInt | None = 4096
+    sliding_window: Size | None = 4096
     max_window_layers: NonNegativeInt = 28
 
     @property
@@ -213,7 +213,7 @@ class Qwen3(Qwen):
 
     has_qk_norm: ClassVar[bool] = True
 
-    head_dim: PositiveInt | None = 128
+    head_dim: Size | None = 128
 
 
 class NestedRopes(BaseModel):
@@ -233,20 +233,20 @@ class Gemma3(Family):
     norm_offset: ClassVar[float] = 1.0
     fits_float16: ClassVar[bool] = False
 
-    hidden_size: PositiveInt = 2304
-    num_hidden_layers: PositiveInt = 26
-    num_attention_heads: PositiveInt = 8
-    num_key_value_heads: PositiveInt | None = 4
-    head_dim: PositiveInt | None = 256
-    intermediate_size: PositiveInt = 9216
-    vocab_size: PositiveInt = 262208
-    max_position_embeddings: PositiveInt = 131072
+    hidden_size: Size = 2304
+    num_hidden_layers: Size = 26
+    num_attention_heads: Size = 8
+    num_key_value_heads: Size | None = 4
+    head_dim: Size | None = 256
+    intermediate_size: Size = 9216
+    vocab_size: Size = 262208
+    max_position_embeddings: Size = 131072
     hidden_activation: Activation = "gelu_pytorch_tanh"
     mlp_bias: Literal[False] = False
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: PositiveFloat = 256.0
-    sliding_window: PositiveInt | None = 4096
-    sliding_window_pattern: PositiveInt = 6
+    sliding_window: Size | None = 4096
+    sliding_window_pattern: Size = 6
     rope_local_base_freq: Theta | None = None
     final_logit_softcapping: None = None
     attn_logit_softcapping: None = None

@@ -22,8 +22,12 @@ def model_folder(model: str) -> Path:
     """
     if model == EMBEDDED:
         return Path(__file__).parent / "embedded"
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long; ~ and no such user
+        raise ConfigError(f"model={model!r} cannot be looked for: {error}") from error
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model={model!r} is a folder without a config.json: point it at a Hugging Face folder")
         return folder

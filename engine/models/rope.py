@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from engine.config import ConfigError
+
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+Factor = Annotated[float, Field(gt=0, le=1e6)]
+"""No checkpoint is stretched further, and what is computed from these stays a number that torch can count to."""
 
 
 class Rope(BaseModel):
@@ -49,7 +54,7 @@ class Rope(BaseModel):
 class LinearRope(Rope):
     """All frequencies divided by a factor: positions are squeezed into the range that was trained."""
 
-    factor: PositiveFloat
+    factor: Factor
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """(head_dim / 2,) float32."""
@@ -63,10 +68,10 @@ class LinearRope(Rope):
 class Llama3Rope(Rope):
     """Llama 3.1 and later: slow frequencies divided by the factor, fast ones kept, a blend in between."""
 
-    factor: PositiveFloat
+    factor: Factor
     low_freq_factor: PositiveFloat
     high_freq_factor: PositiveFloat
-    original_max_position_embeddings: PositiveInt
+    original_max_position_embeddings: Size
 
     @model_validator(mode="after")
     def _check_order(self) -> Llama3Rope:
@@ -87,8 +92,8 @@ class Llama3Rope(Rope):
 class YarnRope(Rope):
     """YaRN (Peng et al. 2023, arXiv:2309.00071): a ramp over the pairs from kept to divided, and sharper attention."""
 
-    factor: PositiveFloat
-    original_max_position_embeddings: PositiveInt
+    factor: Factor
+    original_max_position_embeddings: Size
     attention_factor: PositiveFloat | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None

@@ -107,3 +107,16 @@ def test_offsets_point_into_the_text(tokenizer: TextTokenizer) -> None:
     assert [report.text_offset for report in reports] == [0, 1, 1, 2, 3]
     assert [report.token for report in reports] == ["a", "\ufffd", "\ufffd", "z", "!"]
     assert {report.top for report in reports} == {(("a", -0.25),)}
+
+
+def test_an_offset_is_behind_a_character_that_stayed_half(tokenizer: TextTokenizer) -> None:
+    """Bytes that never become a character are shown with the next token, and are not that token's text."""
+    choice = _choice(tokenizer)
+    half, letter = (
+        tokenizer.encode("é", add_special_tokens=False)[0],
+        tokenizer.encode("z", add_special_tokens=False)[0],
+    )
+    pieces = [choice.take(NewToken(token, None, TokenLogprobs(-0.5, ()))) for token in (half, letter, letter)]
+
+    assert [piece.text for piece in pieces] == ["", "\ufffdz", "z"]
+    assert [piece.report.text_offset for piece in pieces if piece.report] == [0, 1, 2]

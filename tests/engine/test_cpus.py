@@ -77,6 +77,13 @@ def test_each_core_may_have_a_list_of_its_own() -> None:
     assert cpus_of_ranks("nobind", {0}, quota=None, num_ranks=2) == (None, None)
 
 
+@pytest.mark.parametrize("bind", ["4", "2-4", "0-99999999999", "99999999999"])
+def test_cpus_that_are_not_there_are_refused(bind: str) -> None:
+    """At once, however many of them there are."""
+    with pytest.raises(ConfigError, match="outside those this process may use"):
+        cpus_of_ranks(bind, {0, 1, 2, 3}, quota=None, num_ranks=1)
+
+
 @pytest.mark.parametrize(
     ("bind", "words"),
     [("0-1", "1 cores, data_parallel_size is 2"), ("0|1|2", "3 cores"), ("count:3", "3 CPUs for each of 2 cores")],

@@ -45,6 +45,13 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         model_folder(str(tmp_path))
 
 
+@pytest.mark.parametrize("model", ["~no-such-user-here/model", "a" * 5000])
+def test_a_path_that_cannot_be_looked_for_is_refused(model: str) -> None:
+    """One readable line, where the system itself refuses the name."""
+    with pytest.raises(ConfigError, match="cannot be looked for"):
+        model_folder(model)
+
+
 def test_what_is_neither_folder_nor_hub_id_names_the_path_tried() -> None:
     """A typing error in a path does not become a question to the hub."""
     with pytest.raises(ConfigError, match="tried /no/such/model/here"):
@@ -124,6 +131,9 @@ def test_what_we_would_compute_wrongly_is_refused_by_name(
         ({"hidden_size": None}, "hidden_size=None"),
         ({"hidden_size": 384.5}, "hidden_size=384.5"),
         ({"vocab_size": -1}, "vocab_size=-1"),
+        ({"vocab_size": 10**30}, "Input should be less than 2147483648"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "factor=1e+308"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-9}}, "factor leaves 0 positions"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"num_key_value_heads": 4}, "num_attention_heads=6 is not divisible by num_key_value_heads=4"),
@@ -147,7 +157,7 @@ def test_a_damaged_config_names_what_is_wrong(tmp_path: Path, changes: dict[str,
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b"\xff\xfe", b"[" * 100_000])
 def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
     """A download that was cut off is named."""
     (_write(tmp_path) / name).write_bytes(content)

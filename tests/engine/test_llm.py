@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from engine import LLM
@@ -78,6 +80,32 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert all(output.logprobs is None for output in outputs)
 
 
+def test_numpys_token_ids_are_token_ids(llm: LLM) -> None:
+    """A batch that comes from an array is run, and told of in plain numbers."""
+    (output,) = llm.generate(np.array([[5, 6]], dtype=np.uint8), SamplingParams(max_tokens=1))  # type: ignore[arg-type]
+    assert [type(token_id) for token_id in output.prompt_token_ids] == [int, int]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
+        *(("top_p", value) for value in (-0.1, 1.1, math.nan)),
+        *(("top_k", value) for value in (-1, 2**31)),
+        *(("min_p", value) for value in (-0.1, 2.0)),
+        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-3.0, math.nan)),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, math.inf)),
+        *(("num_logprobs", value) for value in (-1, 21)),
+    ],
+)
+def test_sampling_that_makes_no_sense_is_refused(name: str, value: float) -> None:
+    """Without a server too: a temperature of NaN draws the last token of the vocabulary for ever, and says nothing."""
+    with pytest.raises(ValueError, match=f"{name}={value} is not from"):
+        SamplingParams(**{"max_tokens": 1, name: value})  # type: ignore[arg-type]
+
+
 def test_one_set_of_parameters_serves_all(llm: LLM) -> None:
     """And none at all means sixteen tokens."""
     assert [len(output.token_ids) for output in llm.generate(["a"] * 3, SamplingParams(max_tokens=4))] == [4, 4, 4]
@@ -112,6 +140,8 @@ def test_misuse_is_named(llm: LLM) -> None:
         llm.generate(["a", "b"], [SamplingParams(max_tokens=1)])
     with pytest.raises(TypeError, match="list"):
         llm.generate("one text")
+    with pytest.raises(TypeError, match="prompt 1 is neither text nor a sequence of token ids"):
+        llm.generate(["a", [1.5]])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="max_num_seq"):
         LLM("embedded", factory=_FAKE, max_num_seq=2)
     with pytest.raises(ConfigError, match="data_parallel_size=2"):

@@ -88,6 +88,13 @@ def test_true_and_false_are_honoured_in_a_file(tmp_path: Path, line: str, is_on:
         ("gpu-memory-utilization: most", ["gpu-memory-utilization", "most"]),
         ("port: 80.5", ["port", "80.5"]),
         ("port: -1", ["port", "-1", "65535"]),
+        ("seed: 2001-13-45", ["cannot be read", "month"]),
+        ("seed: " + "1" * 5000, ["cannot be read", "digits"]),
+        ("seed: " + "[" * 3000, ["cannot be read", "recursion"]),
+        ("seed: 1\nport: 80\nseed: 2", ["'seed' stands twice", "line 3"]),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", ["max-num-seqs", "max_num_seqs", "set the same"]),
+        ("enable-prefix-caching: true\nno-enable-prefix-caching: true", ["enable-prefix-caching", "set the same"]),
+        ('host: "a\\0b"', ["host", "NUL"]),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_by_key(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -17,31 +17,32 @@ from engine.scheduler import refusal
 from tests.fakes.executor import fake_resolved
 
 _BELOW_ONE = (0, -1, -(2**40))
+_NO_COUNT = (*_BELOW_ONE, 2**31, 10**23)
 _NO_SHARE = (0.0, -0.1, 1.0001, 1.2, 90, math.nan, math.inf)
 
 BAD: dict[str, tuple[object, ...]] = {
-    "max_num_seqs": _BELOW_ONE,
-    "max_num_batched_tokens": _BELOW_ONE,
+    "max_num_seqs": _NO_COUNT,
+    "max_num_batched_tokens": _NO_COUNT,
     "gpu_memory_utilization": _NO_SHARE,
-    "max_model_len": _BELOW_ONE,
-    "max_num_scheduled_tokens": _BELOW_ONE,
+    "max_model_len": _NO_COUNT,
+    "max_num_scheduled_tokens": _NO_COUNT,
     "long_prefill_token_threshold": (-1, -(2**40)),
-    "max_num_active_seqs": _BELOW_ONE,
+    "max_num_active_seqs": _NO_COUNT,
     "watermark": (-0.01, 1.0, 1.5, math.nan, math.inf),
-    "max_num_queued_reqs": _BELOW_ONE,
-    "max_num_queued_tokens": _BELOW_ONE,
-    "data_parallel_size": _BELOW_ONE,
-    "tensor_parallel_size": _BELOW_ONE,
-    "block_size": _BELOW_ONE,
+    "max_num_queued_reqs": _NO_COUNT,
+    "max_num_queued_tokens": _NO_COUNT,
+    "data_parallel_size": (*_BELOW_ONE, 65, 100_000),
+    "tensor_parallel_size": _NO_COUNT,
+    "block_size": _NO_COUNT,
     "kv_cache_dtype": ("", "int4", "FP8"),
-    "num_gpu_blocks_override": _BELOW_ONE,
-    "device_memory_bytes": _BELOW_ONE,
+    "num_gpu_blocks_override": _NO_COUNT,
+    "device_memory_bytes": (*_BELOW_ONE, 2**63),
     "dtype": ("", "int8", "float64"),
     "device": ("", "gpu", "cpu:", "cpu:-1", "cpu:1.5", "cuda:one", "cpu:99999"),
     "load_format": ("", "pickle"),
     "executor": ("", "numpy"),
     "law": ("a law without the executor it is for",),
-    "seed": (-1,),
+    "seed": (-1, 2**63),
 }
 """For each setting, values that can never work."""
 

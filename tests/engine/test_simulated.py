@@ -381,6 +381,11 @@ def test_mistakes_in_a_law_are_named(tmp_path: Path) -> None:
         load_law("h200")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_law(str(tmp_path / "absent.yaml"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_law("~no-such-user-here/law.yaml")
+    (tmp_path / "twice.yaml").write_text("name: a\nname: b\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="'name' stands twice"):
+        load_law(str(tmp_path / "twice.yaml"))
     (tmp_path / "list.yaml").write_text("- 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="not a list"):
         load_law(str(tmp_path / "list.yaml"))
