@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from tuner.commands import export, plan, report, show, tune
+from tuner.commands import clean, doctor, export, plan, report, show, tune
 from tuner.inputs import InputError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command()(plan.plan)
 app.command()(show.show)
 app.command()(report.report)
 app.command()(export.export)
+app.command()(clean.clean)
+app.command()(doctor.doctor)
 
 
 def main() -> None:

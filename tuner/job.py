@@ -12,7 +12,7 @@ from tuner.answer import Slo
 from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
 from tuner.records import EngineConfig, Record
-from tuner.space import SEARCHED, SearchedValues, SearchSpace, load_space
+from tuner.space import SEARCHED, SamplerName, SearchedValues, SearchSpace, load_space
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -79,6 +79,9 @@ class Budget(Record):
     time: DurationS = 1800.0
     """Wall time of the whole job, confirmations included."""
 
+    device_hours: float | None = Field(default=None, gt=0)
+    """Time of all devices together that launches may take, where devices are what is paid for. Unit: device-hours."""
+
     @field_validator("time")
     @classmethod
     def _some_time(cls, seconds: float) -> float:
@@ -117,6 +120,7 @@ class TuningJob(Record):
     """What the protective profile is tried with: long prompts."""
 
     search_space: SearchSpace
+    sampler: SamplerName = "tpe"
     slo: SloSpec | None = None
     budget: Budget = Budget()
     measure: MeasureSpec = MeasureSpec()

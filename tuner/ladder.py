@@ -30,6 +30,8 @@ class Ladder(Record):
 
     max_num_seqs: int
     max_load: int
+    start: int = 2
+    """The first rung after load 1. Those below it are climbed only where the knee turns out to be down there."""
 
 
 class FixedSteps(Record):
@@ -87,10 +89,23 @@ def _repeat_of_invalid(stages: Sequence[StageRecord]) -> LadderStep | None:
 
 
 def _next_rung(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
-    climbed = {stage.load for stage in stages if stage.kind is StageKind.LADDER}
-    if any(stage.kind is not StageKind.LADDER for stage in stages) or past_the_knee(points_of(stages)):
+    if any(stage.kind is not StageKind.LADDER for stage in stages):
         return None
-    return next((LadderStep(kind=StageKind.LADDER, load=load) for load in rungs(plan) if load not in climbed), None)
+    climbed = {stage.load for stage in stages}
+    left = [load for load in rungs(plan) if load not in climbed]
+    above = [load for load in left if load == 1 or load >= plan.start]
+    if above and not past_the_knee(points_of(stages)):
+        return LadderStep(kind=StageKind.LADDER, load=above[0])
+    skipped = [load for load in left if load < plan.start]
+    if skipped and _knee_is_lower(stages):
+        return LadderStep(kind=StageKind.LADDER, load=skipped[-1])
+    return None
+
+
+def _knee_is_lower(stages: Sequence[StageRecord]) -> bool:
+    """Whether the knee is not above the lowest rung that was climbed after load 1, or there are too few to say."""
+    knee = find_knee(points_of(stages), num_bootstrap=0).load
+    return knee is None or knee <= min((stage.load for stage in stages if stage.load > 1), default=1)
 
 
 def _between_rungs(stages: Sequence[StageRecord]) -> LadderStep | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
@@ -34,43 +36,90 @@ FEWEST_LAUNCHES = 2
 """The defaults and the cautious start are measured whatever the clock says."""
 
 
+@dataclass(slots=True)
+class _Findings:
+    """What the study's trials have told so far."""
+
+    slo: Slo | None
+    """The job's limits, or those derived from the first ladder."""
+
+    memory: MemoryModel | None = None
+    start: int = 2
+    """Where the next ladder starts after load 1: two doublings below the last knee."""
+
+    def take_in(self, trial: TrialRecord) -> None:
+        """Learn from a trial, if it is one of the study and was measured."""
+        if trial.role is TrialRole.STUDY and trial.outcome.outcome == "measured":
+            self.slo = self.slo or derive_slo(trial.outcome.stages)
+            self.memory = self.memory or MemoryModel.calibrated(trial.config, trial.outcome.facts)
+            knee = find_knee(points_of(trial.outcome.stages), num_bootstrap=0).load
+            if knee is not None and knee >= 8:
+                self.start = 2 ** math.floor(math.log2(knee / 4))
+
+
 def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
-    """Measure settings until trials, time or the space are used up.
+    """Measure settings until trials, time or the space are used up; what an earlier process measured counts.
 
     Returns:
         The limits in force: the job's, or those derived from the first ladder; None if no ladder was climbed.
     """
     study.enqueue(default_values(job), DEFAULTS_ORIGIN)
     study.enqueue(cautious_values(job), CAUTIOUS_ORIGIN)
-    slo, memory = job.limits(), None
-    num_launched = 0
-    while num_launched < job.budget.trials:
+    findings = _Findings(job.limits())
+    for trial in launches.trials:
+        findings.take_in(trial)
+    while study.num_left_open or launches.num_settings_launched() < job.budget.trials:
+        num_launched = launches.num_settings_launched()
         if num_launched >= FEWEST_LAUNCHES and not _has_time(job, launches):
             launches.note(
-                f"the search ends after {num_launched} launches: the rest of budget.time, {job.budget.time:g} s, "
-                "is for confirming"
+                f"the search ends after {num_launched} launches: the rest of the budget, "
+                f"{launches.seconds_left():.0f} s, is for confirming"
             )
             break
         proposal = study.ask()
         if proposal is None:
             launches.note(f"every setting of the space is known after {num_launched} launches: the search ends early")
             break
-        config = job.config(proposal.values)
-        refused = _refusal(config, memory, launches.trials)
-        if refused is not None:
-            launches.refuse(config, origin=proposal.origin, failed=refused)
-            study.tell_infeasible(proposal, {"works": 1.0}, refused.detail)
+        trial = _try(job, proposal, launches, findings)
+        findings.take_in(trial)
+        _tell(study, proposal, trial, findings.slo)
+    return findings.slo
+
+
+def _try(job: TuningJob, proposal: Proposal, launches: Launches, findings: _Findings) -> TrialRecord:
+    """The proposal's trial: known from before, answered by another, refused, or launched now."""
+    config = job.config(proposal.values)
+    known = launches.last_of(config) or _answered(config, launches)
+    if known is not None:
+        return known
+    refused = _refusal(config, findings.memory, launches.trials)
+    if refused is not None:
+        return launches.refuse(config, origin=proposal.origin, failed=refused)
+    launches.expect(job.budget.trials - launches.num_settings_launched() + CONFIRMATION_LAUNCHES // 2)
+    ladder = Ladder(max_num_seqs=config.max_num_seqs, max_load=job.max_load, start=findings.start)
+    trial = launches.run(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
+    if trial.outcome.outcome == "measured":
+        memory = findings.memory or MemoryModel.calibrated(config, trial.outcome.facts)
+        _warn_of_preemptions(job, config, memory, launches)
+    return trial
+
+
+def _answered(config: EngineConfig, launches: Launches) -> TrialRecord | None:
+    """What a trial of a higher fence says of this one, all else equal; None if there is no such trial.
+
+    In a closed loop at a load within the fence every higher fence gives the same schedule: its stages are the answer.
+    The record is for the sampler only, it is not kept: the stages it points at are the other trial's.
+    """
+    for trial in launches.trials:
+        if trial.role is not TrialRole.STUDY or trial.outcome.outcome != "measured":
             continue
-        launches.expect(job.budget.trials - num_launched + CONFIRMATION_LAUNCHES // 2)
-        ladder = Ladder(max_num_seqs=config.max_num_seqs, max_load=job.max_load)
-        trial = launches.run(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
-        num_launched += 1
-        if trial.outcome.outcome == "measured":
-            slo = slo or derive_slo(trial.outcome.stages)
-            memory = memory or MemoryModel.calibrated(config, trial.outcome.facts)
-            _warn_of_preemptions(job, config, memory, launches)
-        _tell(study, proposal, trial, slo)
-    return slo
+        higher, fence = trial.config, config.max_num_seqs
+        if higher.max_num_seqs > fence and higher.model_copy(update={"max_num_seqs": fence}) == config:
+            within = tuple(stage for stage in trial.outcome.stages if stage.load <= fence)
+            launches.note(f"max_num_seqs={fence} with the rest of trial {trial.number} is answered by it: no launch")
+            outcome = trial.outcome.model_copy(update={"stages": within})
+            return trial.model_copy(update={"config": config, "outcome": outcome})
+    return None
 
 
 def _warn_of_preemptions(job: TuningJob, config: EngineConfig, memory: MemoryModel | None, launches: Launches) -> None:
@@ -92,7 +141,7 @@ def _has_time(job: TuningJob, launches: Launches) -> bool:
     stage_s = longest_stage_s(job) if mean_s is None else STAGE_RESERVE * mean_s
     confirmation_s = CONFIRMATION_LAUNCHES * (start_s + CONFIRMATION_STAGES * stage_s)
     confirmation_s += MAX_PROTECTIVE_LAUNCHES * (start_s + PROTECTIVE_STAGES * stage_s)
-    return launches.elapsed_s() + ladder_s + confirmation_s <= job.budget.time
+    return ladder_s + confirmation_s <= launches.seconds_left()
 
 
 def _refusal(config: EngineConfig, memory: MemoryModel | None, trials: Sequence[TrialRecord]) -> Failed | None:

@@ -14,6 +14,9 @@ from tuner.records import EngineConfig, Record
 SearchedName = Literal["max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"]
 """The three parameters a study proposes."""
 
+SamplerName = Literal["tpe", "nsga2", "gp", "qmc", "random", "grid"]
+"""How a study proposes: Optuna's samplers, or every setting in order."""
+
 SEARCHED: tuple[SearchedName, ...] = get_args(SearchedName)
 
 

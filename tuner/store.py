@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -13,7 +17,7 @@ from pydantic import ValidationError
 from tuner.answer import SCHEMA_VERSION, Provenance, Recommendation, Slo
 from tuner.inputs import InputError, read_yaml, validated
 from tuner.job import TuningJob
-from tuner.records import Record, RequestRecord, StageRecord, TrialRecord
+from tuner.records import EngineConfig, Record, RequestRecord, StageRecord, TrialRecord, TrialRole
 
 _Record = TypeVar("_Record", bound=Record)
 
@@ -23,8 +27,17 @@ if TYPE_CHECKING:
     from tuner.measure.stage import MeasuredStage
 
 
+class AskedTrial(Record):
+    """A trial that was begun; until `trial.json` lies beside it, it has not ended."""
+
+    number: int
+    role: TrialRole
+    config: EngineConfig
+    origin: str
+
+
 class RunStore:
-    """One run's directory. Only the process that tunes writes it; anybody may read."""
+    """One run's directory. Only the process that holds its lock writes it; anybody may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,8 +51,7 @@ class RunStore:
         """
         try:
             path = _claim(root, job.name)
-            document = {"job": job.model_dump(mode="json"), "provenance": provenance.model_dump(mode="json")}
-            (path / "job.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+            _write_job(path, job, provenance)
             (path / "trials").mkdir()
         except OSError as error:
             raise InputError(f"{root}: cannot make a run directory here: {error.strerror}") from None
@@ -56,9 +68,42 @@ class RunStore:
             raise InputError(f"{path}: no run here (there is no job.yaml)")
         return cls(path)
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the one that writes this run, until the end of the block or of the process.
+
+        Raises:
+            InputError: if another process is, naming it.
+        """
+        with (self.path / "lock").open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise InputError(f"{self.path}: {file.read() or 'another process'} is writing this run") from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+    def is_locked(self) -> bool:
+        """Whether a process is writing this run now."""
+        try:
+            with (self.path / "lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     def job(self) -> TuningJob:
         """The job as it was resolved."""
         return validated(TuningJob, self._document()["job"], where=str(self.path / "job.yaml"))
+
+    def write_job(self, job: TuningJob) -> None:
+        """Keep the job with the budget it was given since; what it measures stays the same."""
+        _write_job(self.path, job, self.provenance())
 
     def provenance(self) -> Provenance:
         """Versions, hardware and model of the run."""
@@ -69,6 +114,17 @@ class RunStore:
         directory = self.path / "trials" / f"{number:04d}"
         directory.mkdir(parents=True, exist_ok=True)
         return directory
+
+    def begin_trial(self, asked: AskedTrial) -> Path:
+        """Say what a trial is about before it is launched; returns its directory."""
+        directory = self.trial_directory(asked.number)
+        _write_whole(directory / "asked.json", asked.model_dump_json(indent=1))
+        return directory
+
+    def unfinished_trial(self) -> AskedTrial | None:
+        """The trial that was begun and has not ended: none, or the last one."""
+        begun = [file for file in (self.path / "trials").glob("*/asked.json") if not _ended(file.parent)]
+        return read_record(AskedTrial, max(begun)) if begun else None
 
     def write_trial(self, trial: TrialRecord) -> None:
         """Keep a finished trial: once `trial.json` is there, whole, the trial counts."""
@@ -92,6 +148,15 @@ class RunStore:
         """Write the answer, and the schema it follows."""
         _write_whole(self.path / "recommendation.json", recommendation.model_dump_json(indent=1))
 
+    def slo(self) -> Slo | None:
+        """The limits in force: the job's own, or those derived once a first trial was measured."""
+        file = self.path / "slo.json"
+        return read_record(Slo, file) if file.is_file() else self.job().limits()
+
+    def has_answer(self) -> bool:
+        """Whether the run came to its end."""
+        return (self.path / "recommendation.json").is_file()
+
     def recommendation(self) -> Recommendation:
         """The run's answer.
 
@@ -99,7 +164,7 @@ class RunStore:
             InputError: if the run has none yet.
         """
         file = self.path / "recommendation.json"
-        if not file.is_file():
+        if not self.has_answer():
             raise InputError(f"{self.path}: this run has no answer yet (there is no recommendation.json)")
         return read_record(Recommendation, file)
 
@@ -108,6 +173,15 @@ class RunStore:
         if not isinstance(document, dict) or not {"job", "provenance"} <= document.keys():
             raise InputError(f"{self.path / 'job.yaml'}: not a run's job file (it has no `job` and `provenance`)")
         return document
+
+
+def _write_job(path: Path, job: TuningJob, provenance: Provenance) -> None:
+    document = {"job": job.model_dump(mode="json"), "provenance": provenance.model_dump(mode="json")}
+    _write_whole(path / "job.yaml", yaml.safe_dump(document, sort_keys=False).rstrip("\n"))
+
+
+def _ended(directory: Path) -> bool:
+    return (directory / "trial.json").is_file()
 
 
 def read_record(model: type[_Record], path: Path) -> _Record:
@@ -125,42 +199,48 @@ def read_record(model: type[_Record], path: Path) -> _Record:
         ) from None
 
 
-def append_stage(directory: Path, stage: StageRecord) -> None:
-    """Add a line to a trial's `stages.jsonl`."""
+def keep_stage(directory: Path, measured: MeasuredStage) -> None:
+    """Keep a finished stage of a trial; it counts once its line in `stages.jsonl` is there, which comes last.
+
+    `requests.parquet` (a row a request, without its token times) and `memory.parquet` (a row a scrape: KV use, running,
+    waiting, the engine's counters) are folders with a file a stage, which pandas reads as one table.
+    """
+    stage = measured.record
+    requests = [request.model_dump(exclude={"token_times_s"}) for request in measured.requests]
+    _write_part(directory / "requests.parquet", stage, requests, text=("token_source", "error"))
+    _write_part(directory / "memory.parquet", stage, [asdict(sample) for sample in measured.samples])
     with (directory / "stages.jsonl").open("a", encoding="utf-8") as file:
         file.write(stage.model_dump_json() + "\n")
 
 
-def write_requests(directory: Path, stages: Iterable[MeasuredStage]) -> None:
-    """Write a trial's `requests.parquet`: a row a request, with its stage and without its token times."""
+def kept_stages(directory: Path) -> list[StageRecord]:
+    """The stages that a trial kept before it was cut off; a last line that was cut itself is taken away."""
+    file = directory / "stages.jsonl"
+    if not file.is_file():
+        return []
+    whole, _, torn = file.read_text(encoding="utf-8").rpartition("\n")
+    if torn:
+        _write_whole(file, whole)
+    return [StageRecord.model_validate_json(line) for line in whole.splitlines()]
+
+
+def _write_part(folder: Path, stage: StageRecord, rows: list[dict[str, Any]], *, text: tuple[str, ...] = ()) -> None:
+    """One stage's rows as a file of a table; unknown values keep their column's kind, so that all files agree."""
     import pandas as pd
 
-    rows = [
-        _place(stage.record) | request.model_dump(exclude={"token_times_s"})
-        for stage in stages
-        for request in stage.requests
-    ]
-    pd.DataFrame(rows).to_parquet(directory / "requests.parquet")
-
-
-def write_memory(directory: Path, stages: Iterable[MeasuredStage]) -> None:
-    """Write a trial's `memory.parquet`: a row a scrape, with KV use, running, waiting and the engine's counters."""
-    import pandas as pd
-
-    rows = [_place(stage.record) | asdict(sample) for stage in stages for sample in stage.samples]
-    pd.DataFrame(rows).to_parquet(directory / "memory.parquet")
-
-
-def _place(stage: StageRecord) -> dict[str, int | str]:
-    return {"stage": stage.index, "kind": stage.kind.value, "load": stage.load}
+    folder.mkdir(exist_ok=True)
+    table = pd.DataFrame(rows)
+    known = {"stage": stage.index, "kind": stage.kind.value, "load": stage.load}
+    kinds = {name: "string" if name in text else "float64" for name in table if table[name].dtype == object}
+    table.astype(kinds).assign(**known).to_parquet(folder / f"stage-{stage.index:02d}.parquet")
 
 
 def read_requests(directory: Path, stage: StageRecord) -> list[RequestRecord]:
     """The requests of one stage, from a trial's `requests.parquet`; their token times were not kept."""
     import pandas as pd
 
-    table = pd.read_parquet(directory / "requests.parquet")
-    rows = table[table["stage"] == stage.index].drop(columns=["stage", "kind", "load"])
+    table = pd.read_parquet(directory / "requests.parquet" / f"stage-{stage.index:02d}.parquet")
+    rows = table.drop(columns=["stage", "kind", "load"])
     rows = rows.astype(object).where(rows.notna(), None)
     return [RequestRecord.model_validate(row) for row in rows.to_dict(orient="records")]
 

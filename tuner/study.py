@@ -17,13 +17,16 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
-from tuner.space import SEARCHED, SearchedValues, SearchSpace, combinations
+from tuner.space import SEARCHED, SamplerName, SearchedValues, SearchSpace, combinations
 
 STUDY_NAME = "kneetune"
 NUM_STARTUP_TRIALS = 5
 """Settings drawn at random before the sampler models anything."""
 
-MAX_REPEATS = 10
+POPULATION = 8
+"""Settings of one generation of NSGA-II: a study has tens of trials, not thousands."""
+
+MAX_REPEATS = 3
 """Proposals of known settings before one of the unknown ones is drawn instead."""
 
 
@@ -46,20 +49,24 @@ class Objectives:
 
 
 class Study:
-    """An Optuna study of three parameters and three objectives in a journal file.
+    """An Optuna study of three parameters and three objectives in a journal file, gone on with where there is one.
 
     Each parameter is told to Optuna as the position among its choices: they rise, so that neighbours stay neighbours
     for the sampler, and a grid of powers of two is even.
     """
 
-    def __init__(self, space: SearchSpace, journal: Path, *, seed: int) -> None:
+    def __init__(self, space: SearchSpace, journal: Path, *, seed: int, sampler: SamplerName = "tpe") -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # The run's own lock lets one process at a time come here: a lock of Optuna's was left by one that was killed.
+        Path(f"{journal}.lock").unlink(missing_ok=True)
+        _drop_torn_line(journal)
         backend = JournalFileBackend(str(journal), lock_obj=JournalFileOpenLock(str(journal)))
         self._space = space
+        self._seed = seed
+        self._sampler = sampler
         self._positions: dict[str, BaseDistribution] = {
             name: IntDistribution(0, len(space.choices(name)) - 1) for name in SEARCHED
         }
-        self._rng = np.random.default_rng(seed)
         self._known: set[SearchedValues] = set()
         self._queued: list[tuple[SearchedValues, str]] = []
         self._open: dict[int, optuna.Trial] = {}
@@ -67,26 +74,42 @@ class Study:
             storage=JournalStorage(backend),
             study_name=STUDY_NAME,
             directions=["maximize", "minimize", "minimize"],
-            sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=NUM_STARTUP_TRIALS),
+            load_if_exists=True,
         )
+        self._reopened = self._take_up()
 
     def enqueue(self, values: SearchedValues, origin: str) -> None:
         """Try these values next, whatever the sampler thinks; they need not be among the choices."""
         self._queued.append((values, origin))
 
+    @property
+    def num_left_open(self) -> int:
+        """Settings that a run cut off had asked for and not told; `ask` gives them first."""
+        return len(self._reopened)
+
     def ask(self) -> Proposal | None:
-        """The next setting that is not yet known; None when the space is exhausted."""
+        """The next setting that is not yet known; None when the space is exhausted.
+
+        One that a run cut off had left open comes first.
+        """
+        if self._reopened:
+            return self._reopened.pop(0)
         while self._queued:
             values, origin = self._queued.pop(0)
             if values not in self._known:
                 return self._opened(self._ask_for(values), values, origin)
+        if self._sampler == "grid":
+            return self._any_unknown(None)
+        # Seeded anew by what is known, so that a study cut off and gone on with proposes what it would have proposed.
+        seeds = np.random.SeedSequence([self._seed, len(self._known)])
+        self._study.sampler = _sampler(self._sampler, seed=self._seed, fresh_seed=int(seeds.generate_state(1)[0]))
         for _ in range(MAX_REPEATS):
             trial = self._study.ask(self._positions)
             values = self._values(trial.params)
             if values not in self._known:
                 return self._opened(trial, values, "sampler")
             self._study.tell(trial, state=TrialState.FAIL)
-        return self._any_unknown()
+        return self._any_unknown(np.random.default_rng(seeds))
 
     def tell_measured(self, proposal: Proposal, objectives: Objectives, constraints: Mapping[str, float]) -> None:
         """Report a measured setting; a constraint holds where its value is at most 0."""
@@ -105,25 +128,39 @@ class Study:
         self._study.tell(trial, state=TrialState.PRUNED)
 
     def tell_nothing(self, proposal: Proposal, reason: str) -> None:
-        """Close a setting that was not measured for reasons outside it; it may be proposed again."""
+        """Close a setting that was not measured for reasons outside it; a run that is gone on with may try it again."""
         trial = self._open.pop(proposal.number)
         trial.set_user_attr("reason", reason)
-        self._known.discard(proposal.values)
         self._study.tell(trial, state=TrialState.FAIL)
 
-    def _any_unknown(self) -> Proposal | None:
-        """One of the settings nobody has tried, where the sampler keeps coming back to known ones."""
+    def _take_up(self) -> list[Proposal]:
+        """Know what the journal knows; returns the settings that were asked for and never told."""
+        reopened = []
+        for frozen in self._study.get_trials(deepcopy=False):
+            is_open = frozen.state is TrialState.RUNNING
+            if is_open and "values" not in frozen.user_attrs:
+                self._study.tell(frozen.number, state=TrialState.FAIL)  # cut off before anybody knew of it
+            elif is_open or frozen.state in (TrialState.COMPLETE, TrialState.PRUNED):
+                values = SearchedValues.model_validate(frozen.user_attrs["values"])
+                self._known.add(values)
+                if is_open:
+                    self._open[frozen.number] = optuna.Trial(self._study, frozen._trial_id)  # noqa: SLF001  (no other way)
+                    reopened.append(Proposal(frozen.number, values, frozen.user_attrs["origin"]))
+        return reopened
+
+    def _any_unknown(self, rng: np.random.Generator | None) -> Proposal | None:
+        """One of the settings nobody has tried: the first, or one drawn where the sampler keeps to known ones."""
         unknown = [values for values in combinations(self._space) if values not in self._known]
         if not unknown:
             return None
-        values = unknown[self._rng.integers(len(unknown))]
+        values = unknown[0 if rng is None else rng.integers(len(unknown))]
         return self._opened(self._ask_for(values), values, "sampler")
 
     def _opened(self, trial: optuna.Trial, values: SearchedValues, origin: str) -> Proposal:
         self._known.add(values)
         self._open[trial.number] = trial
-        trial.set_user_attr("values", values.model_dump())
         trial.set_user_attr("origin", origin)
+        trial.set_user_attr("values", values.model_dump())
         return Proposal(trial.number, values, origin)
 
     def _ask_for(self, values: SearchedValues) -> optuna.Trial:
@@ -137,3 +174,27 @@ class Study:
     def _values(self, positions: Mapping[str, int]) -> SearchedValues:
         chosen = {name: self._space.choices(name)[positions[name]] for name in SEARCHED}
         return SearchedValues.model_validate(chosen)
+
+
+def _sampler(name: SamplerName, *, seed: int, fresh_seed: int) -> optuna.samplers.BaseSampler:
+    """Optuna's sampler of that name; one that draws a fixed sequence keeps the job's seed."""
+    samplers = optuna.samplers
+    match name:
+        case "nsga2":
+            return samplers.NSGAIISampler(population_size=POPULATION, seed=fresh_seed)
+        case "gp":
+            return samplers.GPSampler(seed=fresh_seed, n_startup_trials=NUM_STARTUP_TRIALS)
+        case "qmc":
+            return samplers.QMCSampler(scramble=True, seed=seed, warn_asynchronous_seeding=False)
+        case "random":
+            return samplers.RandomSampler(seed=fresh_seed)
+        case _:
+            return samplers.TPESampler(seed=fresh_seed, n_startup_trials=NUM_STARTUP_TRIALS)
+
+
+def _drop_torn_line(journal: Path) -> None:
+    """Cut off a last line that was not written to its end: what is appended after it could never be read."""
+    if journal.is_file():
+        written = journal.read_bytes()
+        with journal.open("r+b") as file:
+            file.truncate(written.rfind(b"\n") + 1)

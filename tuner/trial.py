@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -15,12 +16,13 @@ from typing import Protocol
 import uvloop
 
 from tuner.engines import builtin
+from tuner.engines.device_lock import device_name, open_lock, wait_for_turn
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
 from tuner.job import TuningJob
 from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
-from tuner.measure.stage import MeasuredStage, StageSpec, Target, measure_stage
+from tuner.measure.stage import StageSpec, Target, measure_stage
 from tuner.oom_lessons import OUT_OF_MEMORY
 from tuner.records import (
     EngineConfig,
@@ -34,7 +36,7 @@ from tuner.records import (
     TrialRecord,
     TrialRole,
 )
-from tuner.store import append_stage, write_memory, write_requests
+from tuner.store import keep_stage
 from tuner.wording import config_text
 
 logger = logging.getLogger(__name__)
@@ -66,10 +68,18 @@ class TrialSpec(Record):
     job: TuningJob
     plan: Plan
     directory: Path
+    kept_stages: tuple[StageRecord, ...] = ()
+    """Measured on an earlier launch of this trial, before the run was cut off; they are not repeated."""
 
 
-TrialEvent = StageRecord | TrialRecord
-"""What a trial reports as it goes: its stages one by one, itself last."""
+class TrialNote(Record):
+    """Something a person should know while a trial goes on."""
+
+    text: str
+
+
+TrialEvent = TrialNote | StageRecord | TrialRecord
+"""What a trial reports as it goes: notes, its stages one by one, itself last."""
 
 
 class WorkerLostError(RuntimeError):
@@ -88,16 +98,20 @@ class TrialRunner(Protocol):
 
 
 def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
-    """Run `spec`: yields each stage's record as it ends, then the trial's.
+    """Run `spec` when its device is free: yields notes, each stage's record as it ends, then the trial's.
 
     Whatever happens to the engine becomes a `Failed` with its kind; the engine is gone when the last value is yielded.
     """
     begun = time.perf_counter()
     start_s = 0.0
-    stages: list[StageRecord] = []
+    stages = list(spec.kept_stages)
     outcome: TrialOutcome
     try:
-        with _launched(spec) as engine:
+        with open_lock(device_name(os.environ)) as lock, contextlib.ExitStack() as stack:
+            for other in wait_for_turn(lock, holder=f"run {spec.job.name}, trial {spec.number}, process {os.getpid()}"):
+                yield TrialNote(text=f"trial {spec.number} waits for the device: {other} is on it")
+            begun = time.perf_counter()
+            engine = stack.enter_context(_launched(spec))
             start_s = engine.start_s
             reading = builtin.read(engine.base_url)
             refused = _refused(spec, engine, reading)
@@ -120,7 +134,7 @@ def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
         outcome=outcome,
         start_s=start_s,
         measure_s=sum(stage.wall_s for stage in stages),
-        wall_s=time.perf_counter() - begun,
+        wall_s=time.perf_counter() - begun + sum(stage.wall_s for stage in spec.kept_stages),
     )
 
 
@@ -184,26 +198,22 @@ def _refused(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -
 
 def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Iterator[StageRecord]:
     """Measure stage after stage until the plan has no next one or the engine cannot go on."""
-    stages: list[StageRecord] = []
-    measured_stages: list[MeasuredStage] = []
+    stages = list(spec.kept_stages)
     target = Target(
         endpoint=Endpoint.from_url(engine.base_url),
         model=reading.model_name,
         max_model_len=builtin.facts(reading).max_model_len,
         token_ids=BYTE_TOKENS,
         # The processes of a simulated engine say nothing about its device's memory.
-        root_pid=None if builtin.facts(reading).simulated else engine.pid,
+        root_pid=None if builtin.facts(reading).simulated else engine.launch.pid,
         memory=builtin.memory(reading),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while engine.is_alive() and not _stalled(stages) and (step := next_step(spec.plan, stages)) is not None:
             measured = runner.run(measure_stage(_stage_spec(spec, step, stages), target))
             stages.append(measured.record)
-            measured_stages.append(measured)
-            append_stage(spec.directory, measured.record)
+            keep_stage(spec.directory, measured)
             yield measured.record
-    write_requests(spec.directory, measured_stages)
-    write_memory(spec.directory, measured_stages)
 
 
 def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, run_verdict
@@ -30,17 +29,29 @@ BURST_FACTOR = 2
 
 
 def run_tuning(
-    job: TuningJob, store: RunStore, provenance: Provenance, workers: TrialRunner, watcher: Watcher
+    job: TuningJob,
+    store: RunStore,
+    provenance: Provenance,
+    workers: TrialRunner,
+    watcher: Watcher,
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Recommendation:
     """Run `job` on `workers` and write everything it measures and decides into `store`.
 
+    What the store holds already of this job is not done again.
+
     Returns:
         The answer, also where it is that there is none: the verdict says why.
+
+    Raises:
+        StopRequestedError: where the user asked for an end; the run can be gone on with.
     """
-    begun_s = time.perf_counter()
     defaults = job.config(default_values(job))
-    launches = Launches(job, store, workers, watcher, begun_s=begun_s)
-    slo = search(job, Study(job.search_space, store.path / "study.journal", seed=job.seed), launches)
+    launches = Launches(job, store, workers, watcher, stop_requested=stop_requested)
+    slo = search(
+        job, Study(job.search_space, store.path / "study.journal", seed=job.seed, sampler=job.sampler), launches
+    )
     if slo is not None:
         store.write_slo(slo)
     recommendation = _decide(job, store, launches, slo, defaults, provenance)

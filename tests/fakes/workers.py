@@ -8,7 +8,7 @@ from tests.fakes.records import facts, stage
 from tuner.ladder import next_step
 from tuner.measure.stage import MeasuredStage
 from tuner.records import Failed, Measured, RequestRecord, StageRecord, TrialRecord
-from tuner.store import write_requests
+from tuner.store import keep_stage
 from tuner.trial import TrialEvent, TrialSpec, WorkerLostError
 
 Rule = Callable[[TrialSpec], Failed | None]
@@ -37,6 +37,9 @@ class FakeWorkers:
         """
         self._simulated = simulated
         self.launched: list[TrialSpec] = []
+        self.stages_made: list[tuple[int, int]] = []
+        """Trial and index of every stage, in order."""
+
         self._fails = fails
         self._reshape = reshape
         self._lost = lost
@@ -47,14 +50,14 @@ class FakeWorkers:
         if len(self.launched) <= self._lost:
             raise WorkerLostError("killed for memory")
         failed = self._fails(spec)
-        stages: list[StageRecord] = []
+        stages = list(spec.kept_stages)
         if failed is None:
             while (step := next_step(spec.plan, stages)) is not None:
-                made = stage(spec.config, step.load, index=len(stages), kind=step.kind)
-                stages.append(self._reshape(made))
-                yield stages[-1]
-            measured = [MeasuredStage(record=each, requests=(_request(),), samples=()) for each in stages]
-            write_requests(spec.directory, measured)
+                made = self._reshape(stage(spec.config, step.load, index=len(stages), kind=step.kind))
+                stages.append(made)
+                self.stages_made.append((spec.number, made.index))
+                keep_stage(spec.directory, MeasuredStage(record=made, requests=(_request(),), samples=()))
+                yield made
         outcome = failed or Measured(
             facts=facts(spec.config).model_copy(update={"simulated": self._simulated}), stages=tuple(stages)
         )

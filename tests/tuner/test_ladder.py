@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from hypothesis import given
@@ -112,3 +113,16 @@ def test_rungs_double_and_end_at_the_fence() -> None:
     assert rungs(Ladder(max_num_seqs=24, max_load=512)) == [1, 2, 4, 8, 16, 24]
     assert rungs(Ladder(max_num_seqs=128, max_load=40)) == [1, 2, 4, 8, 16, 32, 40]
     assert rungs(Ladder(max_num_seqs=1, max_load=2)) == [1]
+
+
+@given(bend=st.floats(0.5, 30.0), start=st.sampled_from([2, 4, 8, 16, 32, 64]), seqs=st.sampled_from([6, 256]))
+def test_a_ladder_that_starts_high_finds_the_knee_wherever_it_is(bend: float, start: int, seqs: int) -> None:
+    """What an earlier ladder taught saves stages, and never an answer."""
+    full = _climb(Ladder(max_num_seqs=seqs, max_load=512), lambda n: 1000 * n / (bend + n))
+    short = _climb(Ladder(max_num_seqs=seqs, max_load=512, start=start), lambda n: 1000 * n / (bend + n))
+    knees = [find_knee(points_of(stages), fence=seqs, num_bootstrap=0) for stages in (full, short)]
+    assert knees[0].verdict is knees[1].verdict
+    if knees[0].load is not None and knees[1].load is not None:
+        assert 0.6 <= knees[1].load / knees[0].load <= 1.7
+    # A start that was too high costs no more than the rungs above the knee that it made; one that was right saves some.
+    assert len(short) <= len(full) + math.log2(start)

@@ -12,7 +12,7 @@ from tuner.inputs import InputError
 from tuner.job import load_job
 from tuner.measure.stage import MeasuredStage
 from tuner.records import RequestRecord
-from tuner.store import RunStore, append_stage, read_requests, write_requests
+from tuner.store import RunStore, keep_stage, kept_stages, read_requests
 
 
 def _store(tmp_path: Path) -> RunStore:
@@ -80,13 +80,19 @@ def test_requests_read_back_by_stage(tmp_path: Path) -> None:
     )
     refused = good.model_copy(update={"index": 1, "first_token_s": None, "rejected": True, "error": "503"})
     other = stage.model_copy(update={"index": 99})
-    write_requests(
-        tmp_path,
-        [
-            MeasuredStage(record=stage, requests=(good, refused), samples=()),
-            MeasuredStage(record=other, requests=(good,), samples=()),
-        ],
-    )
-    append_stage(tmp_path, stage)
+    keep_stage(tmp_path, MeasuredStage(record=other, requests=(good,), samples=()))
+    keep_stage(tmp_path, MeasuredStage(record=stage, requests=(good, refused), samples=()))
     assert read_requests(tmp_path, stage) == [good, refused]
-    assert len((tmp_path / "stages.jsonl").read_text().splitlines()) == 1
+    assert len(pd.read_parquet(tmp_path / "requests.parquet")) == 3
+
+
+def test_a_stage_counts_once_its_line_is_whole(tmp_path: Path) -> None:
+    """A run killed while it wrote a stage's line repeats that stage, and only that one."""
+    stage = next(trial for trial in resolved_run().trials if trial.outcome.outcome == "measured").outcome.stages[0]
+    keep_stage(tmp_path, MeasuredStage(record=stage, requests=(), samples=()))
+    whole = (tmp_path / "stages.jsonl").read_text()
+    (tmp_path / "stages.jsonl").write_text(whole + whole[:40])
+
+    assert kept_stages(tmp_path) == [stage]
+    assert (tmp_path / "stages.jsonl").read_text() == whole
+    assert kept_stages(tmp_path / "nothing") == []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import get_args
 
 import optuna
 import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
-from tuner.space import SearchedValues, SearchSpace, load_space
+from tuner.space import SamplerName, SearchedValues, SearchSpace, load_space
 from tuner.study import STUDY_NAME, Objectives, Study
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -103,3 +106,66 @@ def test_a_region_that_always_fails_is_left(tmp_path: Path) -> None:
         else:
             study.tell_measured(proposal, Objectives(seqs, 10.0 + seqs, 5.0), {"itl": -0.1})
     assert crashed <= 12
+
+
+@pytest.mark.parametrize("sampler", get_args(SamplerName))
+def test_every_sampler_goes_through_a_small_space_and_repeats_nothing(tmp_path: Path, sampler: SamplerName) -> None:
+    """Whoever prefers another sampler gets every setting once, by one seed in one sequence."""
+    sequences = []
+    for name in ("first", "second"):
+        study = Study(_space([16, 32, 64, 128]), tmp_path / name, seed=3, sampler=sampler)
+        seen = []
+        while (proposal := study.ask()) is not None:
+            seen.append(proposal.values)
+            if proposal.values.max_num_seqs == 128:
+                study.tell_infeasible(proposal, {"works": 1.0}, "out of memory")
+            else:
+                throughput = float(proposal.values.max_num_seqs)
+                study.tell_measured(proposal, Objectives(throughput, 10.0, 5.0), {"itl": -0.1})
+        sequences.append(seen)
+    assert len(sequences[0]) == len(set(sequences[0])) == 8
+    assert sequences[0] == sequences[1]
+
+
+def test_a_study_with_many_askers_keeps_every_row(tmp_path: Path) -> None:
+    """24 workers of 15 trials each, one owner of the journal: 360 rows, each told, none twice."""
+    space = _space(list(range(1, 201)))
+    study, lock = Study(space, tmp_path / "study.journal", seed=0, sampler="random"), threading.Lock()
+
+    def work() -> None:
+        for _ in range(15):
+            with lock:
+                proposal = study.ask()
+            assert proposal is not None
+            with lock:
+                study.tell_measured(proposal, Objectives(1.0, 1.0, 1.0), {"itl": -0.1})
+
+    workers = [threading.Thread(target=work) for _ in range(24)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    done = [trial for trial in _stored(tmp_path / "study.journal") if trial.state is TrialState.COMPLETE]
+    assert len(done) == 360
+    assert len({str(trial.user_attrs["values"]) for trial in done}) == 360
+
+
+def test_a_journal_cut_in_the_middle_of_a_line_with_its_lock_left_is_gone_on_with(tmp_path: Path) -> None:
+    """Kill -9 while Optuna writes costs the line it wrote, and no wait for a lock that nobody holds."""
+    journal = tmp_path / "study.journal"
+    study = Study(_space([16, 32]), journal, seed=0)
+    first, second = study.ask(), study.ask()
+    assert first is not None
+    assert second is not None
+    study.tell_measured(first, Objectives(1.0, 1.0, 1.0), {"itl": -0.1})
+    journal.write_bytes(journal.read_bytes() + b'{"op_code": 4, "worker_')
+    Path(f"{journal}.lock").touch()
+
+    again = Study(_space([16, 32]), journal, seed=0)
+    assert again.num_left_open == 1
+    left = again.ask()
+    assert left is not None
+    assert (left.values, left.origin) == (second.values, second.origin)
+    again.tell_measured(left, Objectives(1.0, 1.0, 1.0), {"itl": -0.1})
+    rest = [proposal.values for proposal in iter(again.ask, None)]
+    assert len({first.values, second.values, *rest}) == 4

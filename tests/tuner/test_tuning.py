@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import optuna
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
 from tests.fakes.records import estimate, resolved_run
 from tests.fakes.workers import FakeWorkers, Reshape, Rule
@@ -12,7 +22,8 @@ from tuner.job import load_job
 from tuner.progress import Clock
 from tuner.records import EngineConfig, Failed, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore
-from tuner.trial import TrialSpec
+from tuner.study import STUDY_NAME
+from tuner.trial import TrialEvent, TrialSpec
 from tuner.tuning import run_tuning
 
 
@@ -348,3 +359,70 @@ def _space(over: dict[str, object]) -> dict[str, object]:
     assert isinstance(changes, dict)
     space["parameters"] |= changes
     return space
+
+
+class _Killed(BaseException):
+    """The process that tunes dies here."""
+
+
+class _Mortal(FakeWorkers):
+    """Dies with the process that tunes, before its n-th event is handed over."""
+
+    def __init__(self, *, at_event: int) -> None:
+        super().__init__(reshape=_saturating, fails=_dies_at_the_top)
+        self._events_left = at_event
+
+    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
+        """The trial's events, as far as they come."""
+        for event in super().run(spec):
+            if self._events_left == 0:
+                raise _Killed
+            self._events_left -= 1
+            yield event
+
+
+def _dies_at_the_top(spec: TrialSpec) -> Failed | None:
+    """The largest share runs out of memory."""
+    crashed = Failed(kind=FailureKind.OOM_RUNTIME, detail="out of memory under load")
+    return crashed if spec.config.gpu_memory_utilization == 0.9 else None
+
+
+def _asked_for(trials: Sequence[TrialRecord]) -> list[tuple[TrialRole, EngineConfig, str]]:
+    return [(trial.role, trial.config, trial.origin) for trial in trials]
+
+
+@given(deaths=st.lists(st.integers(0, 25), min_size=1, max_size=6))
+@settings(max_examples=8, deadline=None)
+def test_a_run_killed_anywhere_goes_on_to_the_same_answer(
+    tmp_path_factory: pytest.TempPathFactory, deaths: list[int]
+) -> None:
+    """Killed again and again, a run measures what it would have measured, nothing twice, with numbers without holes."""
+    over: dict[str, object] = {"budget": {"trials": 6, "time": "10h"}}
+    whole, whole_store, _ = _run(
+        tmp_path_factory.mktemp("whole"), reshape=_saturating, fails=_dies_at_the_top, over=over
+    )
+    job = load_job("embedded", over)
+    origin = resolved_run().recommendation.provenance
+    store = RunStore.create(tmp_path_factory.mktemp("killed"), job, origin)
+    measured: list[tuple[int, int]] = []
+    for at_event in deaths:
+        workers = _Mortal(at_event=at_event)
+        with contextlib.suppress(_Killed):
+            run_tuning(job, RunStore.open(store.path), origin, workers, _Silent())
+        measured += workers.stages_made
+    last = FakeWorkers(reshape=_saturating, fails=_dies_at_the_top)
+    answer = run_tuning(job, RunStore.open(store.path), origin, last, _Silent())
+    measured += last.stages_made
+
+    assert _asked_for(store.trials()) == _asked_for(whole_store.trials())
+    assert [trial.outcome for trial in store.trials()] == [trial.outcome for trial in whole_store.trials()]
+    assert [trial.number for trial in store.trials()] == list(range(len(store.trials())))
+    assert answer.verdict == whole.verdict
+    assert answer.production == whole.production
+    assert len(set(measured)) == len(measured)
+    assert _states(store.path / "study.journal") <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+
+
+def _states(journal: Path) -> set[TrialState]:
+    storage = JournalStorage(JournalFileBackend(str(journal)))
+    return {trial.state for trial in optuna.load_study(study_name=STUDY_NAME, storage=storage).trials}

@@ -21,7 +21,7 @@ from tuner.answer import (
     Slo,
     TimeSplit,
 )
-from tuner.records import EngineConfig, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import EngineConfig, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 
@@ -120,6 +120,7 @@ def recommend(
             *_simulated(simulated=simulated),
             *confirmations.setbacks,
             *_failed_defaults(trials, defaults),
+            *_crashes(trials, (production_profile, protective_profile)),
             *_warnings(production_profile, protective_profile),
         ),
     )
@@ -245,6 +246,20 @@ def _simulated(*, simulated: bool) -> list[str]:
     """The first thing to know of a rehearsal."""
     said = "simulated: step times came from a law, not from a device; a rehearsal that no deployment may rest on"
     return [said] if simulated else []
+
+
+def _crashes(trials: Sequence[TrialRecord], profiles: Sequence[Profile | None]) -> list[str]:
+    """A profile whose config crashed once and then held is told of it: the next crash may come at night."""
+    return [
+        f"{profile.name}: its config crashed in trial {trial.number} and held when tried again; "
+        f"read trials/{trial.number:04d}/engine.log"
+        for profile in profiles
+        if profile is not None
+        for trial in trials
+        if trial.config == profile.config
+        and trial.outcome.outcome == "failed"
+        and trial.outcome.kind is FailureKind.CRASHED
+    ]
 
 
 def _warnings(production: Profile | None, protective: Profile | None) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tuner.analysis.standing import standing
 from tuner.answer import Profile, Recommendation, RunVerdict
 from tuner.commands.words import duration_text, estimate_text, milliseconds_text
 from tuner.store import RunStore
@@ -19,8 +20,12 @@ def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     json: Annotated[bool, typer.Option("--json", help="Print recommendation.json.")] = False,
 ) -> None:
-    """Show a run's answer: verdict, knee, both profiles, what was gained, what to do next."""
+    """Show a run's answer: verdict, knee, both profiles, what was gained, what to do next; or how far it has come."""
     store = RunStore.open(run)
+    if not store.has_answer() and not json:
+        for line in standing_lines(store):
+            typer.echo(line)
+        raise typer.Exit(1)
     recommendation = store.recommendation()
     print_answer(recommendation, store.path, as_json=json)
     raise typer.Exit(0 if recommendation.verdict is RunVerdict.RESOLVED else 1)
@@ -64,6 +69,25 @@ def answer_lines(recommendation: Recommendation, path: Path) -> list[str]:
     )
     lines += [f"warning     {warning}" for warning in recommendation.warnings]
     return [*lines, f"report      {path / 'report.html'}", *_next(recommendation, path)]
+
+
+def standing_lines(store: RunStore) -> list[str]:
+    """How far a run without an answer has come, and how to go on where nobody is writing it."""
+    now = standing(store.trials(), store.slo())
+    lines = [f"no answer yet: {now.num_measured} launches measured, {now.num_refused} settings refused before launch"]
+    lines += [f"failed      {kind.value}: {count}" for kind, count in now.failures.items()]
+    if now.best is not None:
+        trial, stage = now.best
+        lines.append(
+            f"best so far {config_text(trial.config)}: at load {stage.load} "
+            f"{estimate_text(stage.output_throughput)} tok/s, p95 TTFT {milliseconds_text(stage.ttft_p95_ms)}, "
+            f"p95 ITL {milliseconds_text(stage.itl_p95_ms)} (trial {trial.number}, not re-measured yet)"
+        )
+    unfinished = store.unfinished_trial()
+    if store.is_locked():
+        at_work = "between launches" if unfinished is None else f"in trial {unfinished.number}"
+        return [*lines, f"running     {at_work}"]
+    return [*lines, f"next        kneetune tune --resume {shlex.quote(str(store.path))}"]
 
 
 def _profile_line(profile: Profile) -> str:

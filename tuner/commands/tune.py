@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +11,17 @@ import typer
 
 from tuner.answer import RunVerdict
 from tuner.commands.export import EVERY_FORMAT, write_exports
+from tuner.commands.live import LiveWatcher
 from tuner.commands.plan import print_plan
 from tuner.commands.report import write_run_report
 from tuner.commands.show import print_answer
 from tuner.commands.watch import PlainWatcher
+from tuner.engines.leftovers import end_leftovers
 from tuner.inputs import InputError
 from tuner.job import TuningJob, load_job
 from tuner.provenance import provenance
+from tuner.resume import resumed_job
+from tuner.stopping import StopOnInterrupt
 from tuner.store import RunStore
 
 EMBEDDED_JOB = "embedded"
@@ -39,13 +44,20 @@ def tune(
     name: Annotated[str | None, typer.Option(help="The run's name: its directory under --runs.")] = None,
     runs: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and start nothing.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with a run that was cut off; --budget and --trials may give it more.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON, progress on stderr.")] = False,
 ) -> None:
     """Launch an engine for every setting, climb a load ladder, return two configs to deploy.
 
     JOB is a YAML file or the name of a preset; options replace what it says. Without one it is `embedded`, or
-    `default` where --model names another model.
+    `default` where --model names another model. Ctrl-C finishes the stage and stops; --resume goes on from there.
     """
+    if resume is not None:
+        given = _given(job=job, model=model, engine=engine, workload=workload, seed=seed, name=name)
+        given |= _given(slo_ttft_p95=slo_ttft_p95, slo_itl_p95=slo_itl_p95, dry_run=dry_run or None)
+        raise typer.Exit(_exit_code(_resume(resume, _given(time=budget, trials=trials), given, as_json=json)))
     slo = {"ttft_p95": slo_ttft_p95, "itl_p95": slo_itl_p95}
     overrides = _given(
         name=name,
@@ -61,24 +73,42 @@ def tune(
     if dry_run:
         print_plan(tuning_job, as_json=json)
         return
-    verdict = _run(tuning_job, runs, as_json=json)
-    raise typer.Exit(0 if verdict is RunVerdict.RESOLVED else 1)
+    store = RunStore.create(runs, tuning_job, provenance(tuning_job))
+    with store.locked():
+        raise typer.Exit(_exit_code(_run(tuning_job, store, as_json=json)))
 
 
-def _run(job: TuningJob, runs: Path, *, as_json: bool) -> RunVerdict:
+def _resume(path: Path, budget: dict[str, object], given: dict[str, object], *, as_json: bool) -> RunVerdict:
+    """Go on with the run at `path`, with the job it has."""
+    if given:
+        named = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        raise InputError(
+            f"--resume goes on with the job of {path}: leave out {named}; --budget and --trials may change"
+        )
+    store = RunStore.open(path)
+    with store.locked():
+        job = resumed_job(store, budget=budget)
+        store.write_job(job)
+        end_leftovers(store)
+        return _run(job, store, as_json=as_json)
+
+
+def _run(job: TuningJob, store: RunStore, *, as_json: bool) -> RunVerdict:
     # These import ray and optuna, which --help and --dry-run need not wait for.
+    from tuner.launches import StopRequestedError
     from tuner.tuning import run_tuning
     from tuner.workers import Workers
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop from outside is the same as Ctrl-C
-    origin = provenance(job)
-    store = RunStore.create(runs, job, origin)
     typer.echo(f"{job.name}: {job.model} on {job.engine.name}, into {store.path}", err=True)
+    watcher = LiveWatcher(f"{job.name} into {store.path}") if sys.stderr.isatty() else PlainWatcher()
     try:
-        with Workers() as workers:
-            recommendation = run_tuning(job, store, origin, workers, PlainWatcher())
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted: the engine is stopped, the trials that ended are kept in {store.path}", err=True)
+        with watcher, StopOnInterrupt(watcher.note) as stop, Workers() as workers:
+            recommendation = run_tuning(
+                job, store, store.provenance(), workers, watcher, stop_requested=lambda: stop.requested
+            )
+    except (KeyboardInterrupt, StopRequestedError):
+        go_on = shlex.join(["kneetune", "tune", "--resume", str(store.path)])
+        typer.echo(f"interrupted: the engine is stopped, what was measured is kept. Go on with: {go_on}", err=True)
         raise typer.Exit(130) from None
     except OSError as error:
         raise InputError(f"{store.path}: {error.strerror or error}; the trials that ended are kept there") from error
@@ -86,6 +116,10 @@ def _run(job: TuningJob, runs: Path, *, as_json: bool) -> RunVerdict:
     write_run_report(store)
     print_answer(recommendation, store.path, as_json=as_json)
     return recommendation.verdict
+
+
+def _exit_code(verdict: RunVerdict) -> int:
+    return 0 if verdict is RunVerdict.RESOLVED else 1
 
 
 def _given(**values: object) -> dict[str, object]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import TracebackType
+from typing import Self
+
 import typer
 
 from tuner.commands.words import duration_text, estimate_text, milliseconds_text
@@ -9,7 +12,7 @@ from tuner.progress import Clock
 from tuner.records import EngineConfig, StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
-_PURPOSE = {
+PURPOSE = {
     TrialRole.STUDY: "trial",
     TrialRole.CONFIRM_PRODUCTION: "confirm production, launch",
     TrialRole.CONFIRM_BASELINE: "confirm defaults, launch",
@@ -20,10 +23,18 @@ _PURPOSE = {
 class PlainWatcher:
     """Writes plain lines to stderr; stdout stays free for the answer."""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
     def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
         """A head line for the launch."""
         self._line("")
-        self._line(f"{_PURPOSE[role]} {number}: {config_text(config)}  [{origin}]  {_clock(clock)}")
+        self._line(f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}]  {clock_text(clock)}")
 
     def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:  # noqa: ARG002  (the protocol's)
         """One line: load, throughput, latencies, preemptions."""
@@ -32,7 +43,7 @@ class PlainWatcher:
             f"  {stage.kind.value:<9} load {stage.load:>4}  {estimate_text(stage.output_throughput):>14} tok/s"
             f"  p95 TTFT {milliseconds_text(stage.ttft_p95_ms):>9}  p95 ITL {milliseconds_text(stage.itl_p95_ms):>9}"
             f"  preemptions {'?' if stage.num_preemptions is None else stage.num_preemptions}"
-            f"  {_clock(clock)}{valid}"
+            f"  {clock_text(clock)}{valid}"
         )
 
     def trial_ended(self, trial: TrialRecord, clock: Clock) -> None:  # noqa: ARG002
@@ -48,6 +59,18 @@ class PlainWatcher:
         typer.echo(text, err=True)
 
 
-def _clock(clock: Clock) -> str:
+def trial_text(trial: TrialRecord) -> str:
+    """A trial that ended, in one line."""
+    head = f"{PURPOSE[trial.role]} {trial.number}: {config_text(trial.config)}"
+    if trial.outcome.outcome == "failed":
+        return f"{head}: {trial.outcome.kind.value}: {trial.outcome.detail}"
+    valid = [stage for stage in trial.outcome.stages if stage.valid]
+    most = max(valid, key=lambda stage: stage.output_throughput.value, default=None)
+    best = "none valid" if most is None else f"most {estimate_text(most.output_throughput)} tok/s at load {most.load}"
+    return f"{head}: {len(trial.outcome.stages)} stages, {best}"
+
+
+def clock_text(clock: Clock) -> str:
+    """Time so far, and as far as it is known what is left."""
     left = "" if clock.left_s is None else f", about {duration_text(clock.left_s)} left"
     return f"({duration_text(clock.elapsed_s)}{left})"

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from tuner.engines.family import MARK, Launch, end, leader, living, new_mark, write_launch
+
 POLL_S = 0.05
 """Between two looks at a starting engine. Unit: seconds."""
-
-TERM_GRACE_S = 10.0
-"""From SIGTERM to SIGKILL. Unit: seconds."""
 
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """What is on this machine is never asked for through a proxy, whatever the environment says."""
@@ -46,10 +45,9 @@ class EngineStartError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """A process we started: its pid and start time name it for ever, a pid alone does not."""
+    """A process we started, healthy."""
 
-    pid: int
-    create_time: float
+    launch: Launch
     base_url: str
     log_path: Path
     start_s: float
@@ -60,11 +58,7 @@ class RunningEngine:
 
     def is_alive(self) -> bool:
         """Whether this very process still runs."""
-        try:
-            process = psutil.Process(self.pid)
-            return process.create_time() == self.create_time and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return leader(self.launch) is not None
 
 
 def how_it_ended(exit_code: int | None) -> str:
@@ -123,27 +117,29 @@ def launched(
     log_path = directory / "engine.log"
     (directory / "command.json").write_text(json.dumps(command, indent=1), encoding="utf-8")
     (directory / "env.json").write_text(json.dumps(recorded_environment(environment), indent=1), encoding="utf-8")
-    begun = time.perf_counter()
+    begun, mark = time.perf_counter(), new_mark()
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tuner.engines.child", str(os.getpid()), "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=environment | {MARK: mark},
             start_new_session=True,
         )
-    family: list[psutil.Process] = []
+    launch = Launch(pid=process.pid, create_time=psutil.Process(process.pid).create_time(), mark=mark)
+    members: list[psutil.Process] = []
     try:
-        create_time = psutil.Process(process.pid).create_time()
-        (directory / "process.json").write_text(json.dumps({"pid": process.pid, "create_time": create_time}), "utf-8")
+        write_launch(directory, launch)
         base_url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(process, f"{base_url}/health", timeout_s=timeout_s)
         start_s = time.perf_counter() - begun
-        family = _family(process.pid)
-        yield RunningEngine(process.pid, create_time, base_url, log_path, start_s, process.poll)
+        members = living(launch)
+        yield RunningEngine(launch, base_url, log_path, start_s, process.poll)
     finally:
-        _stop(process, family)
+        # Those seen when it was healthy are told: a first process that died since can no longer name its children.
+        end(launch, members)
+        process.wait()
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s: float) -> None:
@@ -159,57 +155,3 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s
             return
         time.sleep(POLL_S)
     raise EngineStartError(f"the engine was not ready after {timeout_s:g} s", exit_code=None, timed_out=True)
-
-
-def _stop(process: subprocess.Popen[bytes], known: list[psutil.Process]) -> None:
-    """End the engine and every descendant it had: TERM, a grace period, KILL.
-
-    Args:
-        known: its family when it became healthy; a first process that died since can no longer name its children.
-    """
-    family = list({*known, *_family(process.pid)})
-    if process.poll() is None:
-        _signal_group(process.pid, signal.SIGTERM)
-    else:
-        for member in _alive(family):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.terminate()
-    gone = _wait_for(lambda: process.poll() is not None and not _alive(family), TERM_GRACE_S)
-    if not gone:
-        _signal_group(process.pid, signal.SIGKILL)
-        for member in _alive(family):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()  # psutil compares the start time, so a reused pid is safe
-        process.wait()
-        _wait_for(lambda: not _alive(family), TERM_GRACE_S)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _alive(family: list[psutil.Process]) -> list[psutil.Process]:
-    living = []
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if member.is_running() and member.status() != psutil.STATUS_ZOMBIE:
-                living.append(member)
-    return living
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
-
-
-def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.perf_counter() + timeout_s
-    while not condition():
-        if time.perf_counter() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

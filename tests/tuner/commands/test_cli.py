@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,13 @@ import pytest
 import yaml
 
 from tests.fakes.records import estimate
-from tests.fakes.workers import FakeWorkers
+from tests.fakes.workers import FakeWorkers, Reshape
 from tuner import __main__ as cli
 from tuner import workers
 from tuner.answer import Recommendation
 from tuner.job import TuningJob
 from tuner.records import Failed, FailureKind, StageRecord
+from tuner.store import RunStore
 
 
 class _Pool(FakeWorkers):
@@ -209,3 +212,93 @@ def test_help_does_not_wait_for_torch_ray_or_optuna() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
     assert ended.stdout.strip() == "[]"
+
+
+def _stop_after(num_stages: int) -> Reshape:
+    """The curve, and Ctrl-C when that many stages were made."""
+    made = itertools.count(1)
+
+    def reshape(stage: StageRecord) -> StageRecord:
+        if next(made) == num_stages:
+            signal.raise_signal(signal.SIGINT)
+        return _saturating(stage)
+
+    return reshape
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A run that its user stopped with Ctrl-C in its second trial."""
+    monkeypatch.setattr(workers, "Workers", lambda: _Pool(reshape=_stop_after(13)))
+    assert _run(monkeypatch, "tune", "embedded", "--trials", "4", "--runs", str(tmp_path)) == 130
+    run = tmp_path / "embedded-chat"
+    said = capsys.readouterr().err
+    assert "Ctrl-C once more stops at once" in said
+    assert f"kneetune tune --resume {run}" in said
+    return run
+
+
+def test_ctrl_c_finishes_the_stage_and_says_how_to_go_on(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopping costs nothing that was measured: the run goes on after the very stage, to an answer."""
+    assert _run(monkeypatch, "show", str(stopped)) == 1
+    said = capsys.readouterr().out
+    assert "no answer yet: 1 launches measured" in said
+    assert "best so far" in said
+    assert said.splitlines()[-1] == f"next        kneetune tune --resume {stopped}"
+    pool = _Pool(reshape=_saturating)
+    monkeypatch.setattr(workers, "Workers", lambda: pool)
+    assert _run(monkeypatch, "tune", "--resume", str(stopped)) == 0
+    assert pool.launched[0].number == 1
+    assert pool.stages_made[0] == (1, len(pool.launched[0].kept_stages))
+    assert pool.launched[0].kept_stages
+    assert _run(monkeypatch, "show", str(stopped)) == 0
+
+
+def test_resume_refuses_another_job_and_names_what_to_leave_out(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is never half one workload and half another."""
+    assert _run(monkeypatch, "tune", "--resume", str(stopped), "--workload", "chat-short", "--seed", "3") == 2
+    said = capsys.readouterr().err
+    assert "--workload" in said
+    assert "--seed" in said
+
+
+def test_resume_refuses_what_is_not_as_it_was_and_names_both(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures of two engine versions or two machines are not one answer."""
+    file = stopped / "job.yaml"
+    document = yaml.safe_load(file.read_text())
+    document["provenance"]["engine_version"] = "0.0.9"
+    document["provenance"]["packages"]["torch"] = "1.0"
+    file.write_text(yaml.safe_dump(document))
+    assert _run(monkeypatch, "tune", "--resume", str(stopped)) == 2
+    said = capsys.readouterr().err
+    assert "engine_version was 0.0.9, is " in said
+    assert "torch was 1.0, is " in said
+
+
+def test_a_run_is_written_by_one_process_at_a_time(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two that go on with one run would measure each other and mix their figures; cleaning keeps off too."""
+    with RunStore.open(stopped).locked():
+        assert _run(monkeypatch, "tune", "--resume", str(stopped)) == 2
+        assert f"process {os.getpid()}" in capsys.readouterr().err
+        assert _run(monkeypatch, "clean", str(stopped.parent)) == 0
+        assert "left alone" in capsys.readouterr().out
+    assert _run(monkeypatch, "clean", str(stopped)) == 0
+    assert "0 engines ended" in capsys.readouterr().out
+    assert _run(monkeypatch, "clean", str(stopped / "nowhere")) == 2
+
+
+def test_more_budget_goes_on_with_a_run_that_had_its_answer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wants it surer adds trials to what is there."""
+    before = len(RunStore.open(run).trials())
+    assert _run(monkeypatch, "tune", "--resume", str(run), "--trials", "7") == 0
+    store = RunStore.open(run)
+    assert store.job().budget.trials == 7
+    assert len(store.trials()) > before

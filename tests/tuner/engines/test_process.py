@@ -72,7 +72,8 @@ def test_a_healthy_engine_runs_inside_the_block_and_is_gone_after_it(tmp_path: P
 
 def test_a_child_that_ignores_sigterm_in_a_session_of_its_own_is_gone_too(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """No worker of an engine keeps a device after its trial, however it hides."""
-    monkeypatch.setattr("tuner.engines.process.TERM_GRACE_S", 0.5)
+    monkeypatch.setattr("tuner.engines.family.TERM_GRACE_S", 0.5)
+    monkeypatch.setattr("tuner.engines.family.ORPHAN_GRACE_S", 0.5)
     with _launch(STUBBORN, tmp_path) as engine:
         child = int((tmp_path / "engine.log").read_text().split()[0])
         assert psutil.pid_exists(child)
@@ -123,8 +124,8 @@ def test_a_child_outlives_neither_its_dead_parent_nor_the_trial(tmp_path: Path) 
     """An engine whose first process died before the trial ended still keeps no device."""
     with _launch(ORPHANING, tmp_path) as engine:
         child = int((tmp_path / "engine.log").read_text().split()[0])
-        os.kill(engine.pid, signal.SIGKILL)
-        assert _gone(engine.pid)
+        os.kill(engine.launch.pid, signal.SIGKILL)
+        assert _gone(engine.launch.pid)
         assert psutil.pid_exists(child)
     assert _gone(child)
 
@@ -141,7 +142,7 @@ port = free_port()
 command = [sys.executable, {str(tmp_path / "healthy.py")!r}, str(port)]
 with launched(command, port=port, environment=dict(os.environ), directory=Path({str(tmp_path / "engine")!r}),
               timeout_s=20) as engine:
-    print(engine.pid, flush=True)
+    print(engine.launch.pid, flush=True)
     time.sleep(600)
 """
     worker = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
