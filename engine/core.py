@@ -337,7 +337,8 @@ def start_error_kind(error: ConfigError | DeviceLedgerError) -> str:
         return "infrastructure"
     if isinstance(error, NoKvMemoryError):
         return "no_kv_memory"
-    return "oom_startup" if isinstance(error, NotEnoughMemoryError) else "invalid_config"
+    # What is not free now was taken by others, and comes back with them: it says nothing about the config.
+    return "infrastructure" if isinstance(error, NotEnoughMemoryError) else "invalid_config"
 
 
 def _failure_kind(error: Exception, *, out_of_memory: str) -> str:

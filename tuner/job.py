@@ -30,6 +30,9 @@ class EngineSpec(Record):
     """Which engine to launch, and what about it stays the same."""
 
     name: Literal["builtin"] = "builtin"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the engine computes on; `auto` takes a GPU where there is one."""
+
     device_memory: SizeBytes | None = None
     """Size of the device on a CPU; None leaves the engine's own choice, half the RAM."""
 
@@ -53,6 +56,8 @@ class EngineSpec(Record):
     def _one_device(self) -> EngineSpec:
         if self.law is not None and self.device_memory is not None:
             raise ValueError(f"law={self.law} brings a device of its own size: leave device_memory out")
+        if self.device == "cuda" and (self.device_memory, self.cpus, self.law) != (None, None, None):
+            raise ValueError("device=cuda: device_memory, cpus and law are for a CPU, leave them out")
         return self
 
 

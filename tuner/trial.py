@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ import uvloop
 from tuner.engines import builtin
 from tuner.engines.device_lock import device_name, open_lock, wait_for_turn
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
-from tuner.job import TuningJob
+from tuner.job import EngineSpec, TuningJob
 from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
@@ -86,6 +86,10 @@ class WorkerLostError(RuntimeError):
     """The process a trial ran in died under it: this says nothing about the config."""
 
 
+class DeviceHiddenError(RuntimeError):
+    """The job asks for a GPU, and its worker is shown none: an engine would fall back to the CPU, or fail late."""
+
+
 class TrialRunner(Protocol):
     """Where trials run."""
 
@@ -111,6 +115,7 @@ def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
             for other in wait_for_turn(lock, holder=f"run {spec.job.name}, trial {spec.number}, process {os.getpid()}"):
                 yield TrialNote(text=f"trial {spec.number} waits for the device: {other} is on it")
             begun = time.perf_counter()
+            _check_device(spec.job.engine, os.environ)
             engine = stack.enter_context(_launched(spec))
             start_s = engine.start_s
             reading = builtin.read(engine.base_url)
@@ -120,6 +125,8 @@ def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
                     stages.append(stage)
                     yield stage
             outcome = refused or _outcome(spec, engine, reading, stages)
+    except DeviceHiddenError as error:
+        outcome = Failed(kind=FailureKind.INFRASTRUCTURE, detail=str(error))
     except EngineStartError as error:
         start_s = time.perf_counter() - begun
         outcome = _not_started(spec, error)
@@ -136,6 +143,15 @@ def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
         measure_s=sum(stage.wall_s for stage in stages),
         wall_s=time.perf_counter() - begun + sum(stage.wall_s for stage in spec.kept_stages),
     )
+
+
+def _check_device(engine: EngineSpec, environment: Mapping[str, str]) -> None:
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if engine.device == "cuda" and shown is not None and not shown.strip():
+        raise DeviceHiddenError(
+            "CUDA_VISIBLE_DEVICES is set and empty where the engine is launched, but the job asks for device=cuda: "
+            "unset it or name a GPU"
+        )
 
 
 def served_model_name(spec: TrialSpec) -> str:

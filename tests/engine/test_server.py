@@ -506,7 +506,7 @@ def test_the_core_dies_with_its_parent() -> None:
     [
         ("refuse_config", "invalid_config"),
         ("refuse_for_no_kv_memory", "no_kv_memory"),
-        ("refuse_for_too_much_memory", "oom_startup"),
+        ("refuse_for_too_much_memory", "infrastructure"),
         ("run_out_of_memory", "oom_startup"),
         ("fail_to_load", "crashed"),
     ],

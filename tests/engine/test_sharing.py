@@ -57,7 +57,7 @@ def test_two_engines_share_a_device_and_a_third_is_told_who_holds_it() -> None:
             assert server.core().memory_full_info().pss > memory["weights"] + memory["kv_cache"]
         refused = _refusal(_command(0.1))
         cores = [first.core().pid, second.core().pid]
-    assert refused["kind"] == "oom_startup"
+    assert refused["kind"] == "infrastructure"
     for figure in ("19.20 MiB of 192.00 MiB", "0 bytes is free now", *(f"pid {pid} holds 96.00 MiB" for pid in cores)):
         assert figure in str(refused["message"])
 
@@ -66,7 +66,7 @@ def test_what_does_not_fit_beside_another_is_refused_with_both_figures_and_fits_
     """0.6 and 0.6 do not run on one device; the message offers the share that fits, and `cpu:1` is a device apart."""
     with serving(_command(0.6)) as first:
         refused = _refusal(_command(0.6))
-        assert refused["kind"] == "oom_startup"
+        assert refused["kind"] == "infrastructure"
         for figure in ("115.20 MiB of 192.00 MiB", "76.80 MiB is free now", "at most 0.40", str(first.core().pid)):
             assert figure in str(refused["message"])
         with serving(_command(0.6, "--device", "cpu:1")) as elsewhere:

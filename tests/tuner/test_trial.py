@@ -14,7 +14,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from tuner.job import load_job
+from tuner.job import EngineSpec, load_job
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.records import EngineConfig, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.trial import TrialSpec, run_trial
@@ -256,3 +256,19 @@ def test_an_engine_killed_while_measured_is_a_crash_with_the_stages_before_it_ke
     assert last.outcome.kind is FailureKind.CRASHED
     assert len((tmp_path / "stages.jsonl").read_text().splitlines()) >= 1
     assert _engine_is_gone(tmp_path)
+
+
+def test_a_worker_that_is_shown_no_gpu_launches_nothing_for_a_job_that_asks_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A figure of a CPU is never sold as one of a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    spec = _spec(tmp_path, _steps(1))
+    engine = EngineSpec(device="cuda", fixed=spec.job.engine.fixed)
+    stages, trial = _run(spec.model_copy(update={"job": spec.job.model_copy(update={"engine": engine})}))
+    assert stages == []
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is FailureKind.INFRASTRUCTURE
+    assert "CUDA_VISIBLE_DEVICES" in trial.outcome.detail
+    assert "device=cuda" in trial.outcome.detail
+    assert not (tmp_path / "command.json").exists()

@@ -41,9 +41,8 @@ def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, se
         arguments += ["--device-memory", str(spec.device_memory)]
     if spec.cpus is not None:
         arguments += ["--cpu-omp-threads-bind", cpus_flag(spec.cpus)]
-    if spec.device_memory is not None or spec.cpus is not None:
-        arguments += ["--device", "cpu"]
-    return arguments
+    on_cpu = spec.device_memory is not None or spec.cpus is not None
+    return [*arguments, "--device", "cpu" if on_cpu else spec.device]
 
 
 def cpus_flag(count: int) -> str:
