@@ -17,6 +17,7 @@ from optuna.trial import TrialState
 
 from tests.fakes.records import estimate, resolved_run
 from tests.fakes.workers import FakeWorkers, Reshape, Rule
+from tuner.analysis.standing import standing
 from tuner.answer import Recommendation, RunVerdict
 from tuner.job import load_job
 from tuner.progress import Clock
@@ -426,3 +427,19 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_answer(
 def _states(journal: Path) -> set[TrialState]:
     storage = JournalStorage(JournalFileBackend(str(journal)))
     return {trial.state for trial in optuna.load_study(study_name=STUDY_NAME, storage=storage).trials}
+
+
+def test_a_space_of_which_half_dies_costs_few_launches_and_none_twice(tmp_path: Path) -> None:
+    """Settings that run out of memory are learned from: the budget goes to those that live, failures are listed."""
+
+    def dies(spec: TrialSpec) -> Failed | None:
+        too_much = spec.config.gpu_memory_utilization >= 0.75
+        return Failed(kind=FailureKind.OOM_RUNTIME, detail="out of memory under load") if too_much else None
+
+    over: dict[str, object] = {"budget": {"trials": 12, "time": "10h"}}
+    _, store, workers = _run(tmp_path, reshape=_saturating, fails=dies, over=over)
+    launched = [spec.config for spec in workers.launched if spec.role is TrialRole.STUDY]
+    dead = [config for config in launched if config.gpu_memory_utilization >= 0.75]
+    assert len(dead) <= 0.4 * len(launched)
+    assert len(set(map(str, launched))) == len(launched)
+    assert standing(store.trials(), None).failures == {FailureKind.OOM_RUNTIME: len(dead)}
