@@ -48,6 +48,7 @@ class Launches:
         """
         self.trials: list[TrialRecord] = store.trials()
         self._confirmed = [trial for trial in self.trials if trial.role is not TrialRole.STUDY]
+        self._num_earlier = len(self.trials)
         self._unfinished = store.unfinished_trial()
         self._num_expected = 0
         self._stop_requested = stop_requested
@@ -92,9 +93,16 @@ class Launches:
         return known[-1]
 
     def num_settings_launched(self) -> int:
-        """Study settings launched so far, tries of one setting in a row counted once."""
-        launched = [trial.config for trial in self.trials if trial.role is TrialRole.STUDY and trial.launched]
-        return sum(1 for _ in itertools.groupby(launched))
+        """Study settings launched so far, tries of one setting in a row counted once.
+
+        Of an earlier process only those count that came to something: the others get another chance.
+        """
+        before, now = (
+            [trial for trial in trials if trial.role is TrialRole.STUDY and trial.launched]
+            for trials in (self.trials[: self._num_earlier], self.trials[self._num_earlier :])
+        )
+        told = {trial.config for trial in before if not _says_nothing(trial)}
+        return len(told) + sum(config not in told for config, _ in itertools.groupby(trial.config for trial in now))
 
     def expect(self, num_launches: int) -> None:
         """Say how many launches are still to come, this one included: the time left is reckoned from it."""

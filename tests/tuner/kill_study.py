@@ -19,6 +19,7 @@ import psutil
 import yaml
 
 from tuner.engines.family import living, read_launch
+from tuner.records import SAYS_NOTHING, TrialRecord
 from tuner.store import RunStore
 from tuner.wording import config_text
 
@@ -65,7 +66,8 @@ def write_job(path: Path) -> None:
 def run_and_kill(directory: Path, *, num_kills: int, seed: int, longest_wait_s: float) -> Outcome:
     """Run the study in `directory` to its end, killing one of its processes `num_kills` times on the way.
 
-    A victim and a moment are drawn before each kill; a study that ends first ends the killing.
+    A victim and a moment are drawn before each kill; a study that ends first ends the killing. It is gone on with once
+    more then: settings that came to nothing for reasons outside them get another chance.
     """
     rng = np.random.default_rng(seed)
     job, runs = directory / "job.yaml", directory / "runs"
@@ -81,11 +83,19 @@ def run_and_kill(directory: Path, *, num_kills: int, seed: int, longest_wait_s: 
             if _kill(victim, driver, runs / "killed"):
                 outcome.num_kills[victim] += 1
         outcome.exit_code = driver.wait()
-        if outcome.exit_code >= 0:
+        is_over = outcome.exit_code >= 0
+        if is_over and not any(_came_to_nothing(trial) for trial in RunStore(runs / "killed").trials()):
             return outcome
+        if is_over and num_kills == 0:
+            return outcome
+        num_kills = 0 if is_over else num_kills
         outcome.num_resumes += 1
         is_begun = (runs / "killed" / "job.yaml").is_file()
         command = ["tune", "--resume", str(runs / "killed")] if is_begun else command
+
+
+def _came_to_nothing(trial: TrialRecord) -> bool:
+    return trial.outcome.outcome == "failed" and trial.outcome.kind in SAYS_NOTHING
 
 
 def left_alive(store: RunStore) -> list[psutil.Process]:
@@ -124,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest-wait", type=float, default=12.0, help="between two kills, in seconds")
+    parser.add_argument("--longest-wait", type=float, default=20.0, help="between two kills, in seconds")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         subprocess.run([sys.executable, "-c", "import ray"], check=True)
