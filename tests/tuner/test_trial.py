@@ -243,7 +243,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
     assert isinstance(trial.outcome, Measured)
 
 
-def test_an_engine_killed_while_measured_is_a_crash_with_the_stages_before_it_kept(tmp_path: Path) -> None:
+def test_an_engine_killed_while_measured_condemns_nothing_and_the_stages_before_it_are_kept(tmp_path: Path) -> None:
     """A dead server is noticed at once; what it answered before is on disk, and is no result."""
     events = run_trial(_spec(tmp_path, _steps(1, 2, 4)))
     first = next(events)
@@ -253,7 +253,8 @@ def test_an_engine_killed_while_measured_is_a_crash_with_the_stages_before_it_ke
 
     assert isinstance(last, TrialRecord)
     assert isinstance(last.outcome, Failed)
-    assert last.outcome.kind is FailureKind.CRASHED
+    assert last.outcome.kind is FailureKind.INFRASTRUCTURE
+    assert "killed by signal 9" in last.outcome.detail
     assert len((tmp_path / "stages.jsonl").read_text().splitlines()) >= 1
     assert _engine_is_gone(tmp_path)
 

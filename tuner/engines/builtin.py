@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,9 @@ def last_words(log_path: Path, *, was_ready: bool, exit_code: int | None = None)
     without_memory = memory_failure(log, was_ready=was_ready)
     if without_memory is not None:
         return without_memory
-    return Failed(kind=FailureKind.CRASHED, detail=f"{how_it_ended(exit_code)} and gave no reason; see {log_path}")
+    # Nothing kills itself so: somebody did, or the kernel for want of memory; a setting is not condemned for either.
+    kind = FailureKind.INFRASTRUCTURE if exit_code == -signal.SIGKILL else FailureKind.CRASHED
+    return Failed(kind=kind, detail=f"{how_it_ended(exit_code)} and gave no reason; see {log_path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
