@@ -14,7 +14,7 @@ from tuner.load.workload import Workload, load_workload
 from tuner.records import EngineConfig, Record
 from tuner.space import SEARCHED, SamplerName, SearchedValues, SearchSpace, load_space
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class FixedParameters(Record):
@@ -188,7 +188,10 @@ def resolved_model(model: str) -> str:
     if model == "embedded" or (not path.is_dir() and _HUB_ID.fullmatch(model)):
         return model
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path.absolute()} is not a Hugging Face folder: it has no config.json")
+        raise ValueError(
+            f"{path.absolute()} is not a Hugging Face folder: it has no config.json. "
+            "A model is `embedded`, such a folder, or a hub id (owner/name)"
+        )
     return str(path.resolve())
 
 

@@ -32,6 +32,9 @@ CAUTIOUS_ORIGIN = "cautious_start"
 STAGE_RESERVE = 1.5
 """A confirming stage is held at a higher load than the mean rung, and takes so many times as long."""
 
+FAILED_ALIKE = 3
+"""Settings that all failed for one and the same reason, word for word: what is wrong is none of them."""
+
 FEWEST_LAUNCHES = 2
 """The defaults and the cautious start are measured whatever the clock says."""
 
@@ -83,7 +86,20 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
         trial = _try(job, proposal, launches, findings)
         findings.take_in(trial)
         _tell(study, proposal, trial, findings.slo)
+        if (alike := _all_failed_alike(launches.trials)) is not None:
+            launches.note(f"the search ends: {FAILED_ALIKE} different settings failed alike and none worked: {alike}")
+            break
     return findings.slo
+
+
+def _all_failed_alike(trials: Sequence[TrialRecord]) -> str | None:
+    """Why every setting launched so far was refused, where that is one and the same reason: it is not in them."""
+    outcomes = {trial.config: trial.outcome for trial in trials if trial.launched}
+    reasons = {
+        outcome.detail if outcome.outcome == "failed" and outcome.kind is FailureKind.INVALID_CONFIG else None
+        for outcome in outcomes.values()
+    }
+    return reasons.pop() if len(outcomes) >= FAILED_ALIKE and len(reasons) == 1 else None
 
 
 def _try(job: TuningJob, proposal: Proposal, launches: Launches, findings: _Findings) -> TrialRecord:

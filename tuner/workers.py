@@ -53,14 +53,14 @@ class Workers:
         Raises:
             WorkerLostError: if the worker's process dies; the next trial gets a new one.
         """
-        if self._worker is None:
-            _start_ray()
-            self._worker = ray.remote(num_cpus=1, max_restarts=0)(_Worker).remote()
         try:
+            if self._worker is None:
+                _start_ray()
+                self._worker = ray.remote(num_cpus=1, max_restarts=0)(_Worker).remote()
             events = self._worker.run.remote(spec)
             while (reference := _next(events)) is not None:
                 yield ray.get(reference)
-        except (ray.exceptions.RayError, _NodeLostError) as error:
+        except (ray.exceptions.RayError, _NodeLostError, _RayStartError) as error:
             self._discard()
             ray.shutdown()  # whatever is left of the instance: the next trial gets a new one
             first_line = str(error).strip().partition("\n")[0]
@@ -79,6 +79,10 @@ class _NodeLostError(RuntimeError):
     """Ray's own processes are gone."""
 
 
+class _RayStartError(RuntimeError):
+    """Ray's own processes did not come up."""
+
+
 def _next(events: ray.ObjectRefGenerator) -> ray.ObjectRef | None:
     """The next event's reference, None at the end. A wait that could last for ever is asked now and then what for."""
     while not ray.wait([events], timeout=LIVENESS_S)[0]:
@@ -91,14 +95,17 @@ def _start_ray() -> None:
     """Start an instance of our own, once. Its ports answer only to who has the token (docs/decisions/0007)."""
     if not ray.is_initialized():
         logging.getLogger("ray").setLevel(logging.ERROR)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            num_cpus=1,
-            _node_ip_address="127.0.0.1",
-        )
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                num_cpus=1,
+                _node_ip_address="127.0.0.1",
+            )
+        except Exception as error:  # Ray raises nothing narrower when its node does not come up in time
+            raise _RayStartError(f"Ray did not start: {error}") from error
         # Ray's own handler ends the process with a stack dump; a stop from outside is the same as Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 

@@ -443,3 +443,12 @@ def test_a_space_of_which_half_dies_costs_few_launches_and_none_twice(tmp_path: 
     assert len(dead) <= 0.4 * len(launched)
     assert len(set(map(str, launched))) == len(launched)
     assert standing(store.trials(), None).failures == {FailureKind.OOM_RUNTIME: len(dead)}
+
+
+def test_what_no_setting_changes_is_not_tried_with_all_of_them(tmp_path: Path) -> None:
+    """A model that cannot be loaded costs three launches and one clear line, not the whole budget."""
+    missing = Failed(kind=FailureKind.INVALID_CONFIG, detail="model='x/y': the hub did not give it")
+    answer, _, workers = _run(tmp_path, fails=lambda _: missing)
+    assert len(workers.launched) == 3
+    assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
+    assert "the hub did not give it" in answer.reason

@@ -15,7 +15,7 @@ import pytest
 from tuner.job import load_job
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.records import EngineConfig, Measured, StageKind, StageRecord, TrialRecord, TrialRole
-from tuner.trial import TrialSpec, WorkerLostError
+from tuner.trial import TrialNote, TrialSpec, WorkerLostError
 from tuner.workers import Workers
 
 # Ray leaves sockets and files to the interpreter's exit.
@@ -57,7 +57,7 @@ def _ended(pid: int, *, within_s: float = 20.0) -> bool:
 
 def test_stages_arrive_one_by_one_and_the_trial_last(pool: Workers, tmp_path: Path) -> None:
     """The driver sees each figure as it is measured, in the worker's words."""
-    *stages, trial = list(pool.run(_spec(tmp_path, 1, 2)))
+    *stages, trial = [event for event in pool.run(_spec(tmp_path, 1, 2)) if not isinstance(event, TrialNote)]
     assert {stage.load for stage in stages if isinstance(stage, StageRecord)} == {1, 2}
     assert isinstance(trial, TrialRecord)
     assert isinstance(trial.outcome, Measured)
@@ -69,7 +69,7 @@ def test_a_killed_worker_takes_its_engine_along_and_the_next_trial_gets_a_new_on
 ) -> None:
     """After kill -9 of the worker no engine is left on the device, and the study goes on."""
     events = pool.run(_spec(tmp_path / "first", 1, 2, 4))
-    next(events)
+    next(event for event in events if isinstance(event, StageRecord))
     engine_pid = json.loads((tmp_path / "first" / "process.json").read_text())["pid"]
     os.kill(psutil.Process(engine_pid).ppid(), signal.SIGKILL)
     with pytest.raises(WorkerLostError):

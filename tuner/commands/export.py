@@ -77,6 +77,7 @@ def _text(store: RunStore, profile: Profile, name: Format) -> str:
         model=job.model,
         max_model_len=_max_model_len(store, profile),
         device_memory_bytes=job.engine.device_memory,
+        law=job.engine.law,
         cpu_omp_threads_bind=None if job.engine.cpus is None else builtin.cpus_flag(job.engine.cpus),
     )
     try:

@@ -32,6 +32,9 @@ class ExportContext:
     device_memory_bytes: int | None = None
     """The device the share is a share of, where the built-in engine was given one. Unit: bytes."""
 
+    law: str | None = None
+    """The law of the simulated device the figures come from; None where the device was real."""
+
     cpu_omp_threads_bind: str | None = None
     """The CPUs the measured engine computed on, where the job named their number."""
 

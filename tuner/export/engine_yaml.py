@@ -20,6 +20,8 @@ def engine_yaml(context: ExportContext) -> str:
     keys = config_keys(context)
     if context.device_memory_bytes is not None:
         keys["device-memory"] = context.device_memory_bytes
+    if context.law is not None:
+        keys |= {"executor": "simulated", "law": context.law}
     if context.cpu_omp_threads_bind is not None:
         keys["cpu-omp-threads-bind"] = context.cpu_omp_threads_bind
     foreign = context.recommendation.provenance.engine == "vllm"
