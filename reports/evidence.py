@@ -65,7 +65,7 @@ def overload(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> T
         for stage in trial.outcome.stages:
             if stage.kind is StageKind.OVERLOAD and trial.number in shown:
                 whose = "the fence" if trial.number == recommendation.knee_trial else "the defaults' fence"
-                rows.append(_stage_row(f"Past {whose} of {trial.config.max_num_seqs} (trial {trial.number})", stage))
+                rows.append(_stage_row(f"Past {whose} of {trial.config.fence} (trial {trial.number})", stage))
             if stage.kind is StageKind.DOUBLE:
                 rows.append(_stage_row(f"{_WHO[trial.role]} at twice production's load (trial {trial.number})", stage))
     head = ("", "Load", "Output throughput", "p95 TTFT", "p95 ITL", "Preemptions", "Failed", "Refused (503)")

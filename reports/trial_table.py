@@ -33,18 +33,18 @@ def _finding(trial: TrialRecord, recommendation: Recommendation) -> KneeFinding 
         return recommendation.knee
     if trial.role is not TrialRole.STUDY or not isinstance(trial.outcome, Measured):
         return None
-    return find_knee(points_of(trial.outcome.stages), fence=trial.config.max_num_seqs)
+    return find_knee(points_of(trial.outcome.stages), fence=trial.config.fence)
 
 
 def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None) -> tuple[Cell, ...]:
     config = trial.config
-    length = "" if config.max_model_len is None else f"max_model_len {config.max_model_len}"
+    others = ", ".join(f"{name} {value}" for name, value in wording.further(config).items())
     role = "" if trial.role is TrialRole.STUDY else ", re-measured"
     head = (
         Cell(str(trial.number), f"{trial.origin}{role}"),
         Cell(
             f"{config.max_num_seqs} / {config.max_num_batched_tokens} / {config.gpu_memory_utilization:g}",
-            length,
+            others,
         ),
     )
     wall = Cell(wording.duration(trial.wall_s))

@@ -171,9 +171,12 @@ def _settings(recommendation: Recommendation) -> Table | None:
     if not columns:
         return None
     configs = [_config_cells(of.config) for _, of in columns]
+    further = [wording.further(of.config) for _, of in columns]
+    others = sorted({name for values in further for name in values} - _SHOWN_ANYHOW)
     points = [_point_cells(of.operating_point) for _, of in columns]
     launches = [Cell(_launches(of.confirmed_by), f"first seen in trial {of.trial}") for _, of in columns]
     rows = [(Cell(name), *cells) for name, *cells in zip(_CONFIG_ROWS, *configs, strict=True)]
+    rows += [(Cell(name), *(Cell(values.get(name, "the default")) for values in further)) for name in others]
     rows += [(Cell(name), *cells) for name, *cells in zip(_POINT_ROWS, *points, strict=True)]
     rows.append((Cell("Re-measured by"), *launches))
     return Table(("", *(name for name, _ in columns)), tuple(rows))
@@ -186,6 +189,7 @@ _CONFIG_ROWS = (
     "max_model_len",
     "Chunked prefill, prefix caching",
 )
+_SHOWN_ANYHOW = {"max_model_len", "enable_chunked_prefill", "enable_prefix_caching"}
 _POINT_ROWS = (
     "Measured at",
     "Output throughput",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Value = bool | int | float | str | None
 
@@ -29,7 +29,12 @@ class Condition:
     """A condition that was read."""
 
     text: str
-    tree: ast.expr
+    tree: ast.expr = field(compare=False, repr=False)
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters it looks at."""
+        return {part.id for part in ast.walk(self.tree) if isinstance(part, ast.Name)} - _WORDS.keys()
 
     def holds(self, values: Mapping[str, Value]) -> bool:
         """Whether `values` meet the condition.

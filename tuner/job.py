@@ -6,24 +6,31 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
 
 from tuner.answer import Slo
 from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
+from tuner.parameters import SearchedValues
 from tuner.records import EngineConfig, Record
-from tuner.space import SEARCHED, SamplerName, SearchedValues, SearchSpace, load_space
+from tuner.space import SamplerName, SearchSpace, broken_condition, broken_rule, combinations, load_space
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class FixedParameters(Record):
-    """Engine parameters that keep one value through the study."""
+    """Engine parameters that keep one value through the study; None leaves the engine's own."""
 
     max_model_len: Annotated[TokenCount, Field(ge=1)] | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    long_prefill_token_threshold: Annotated[TokenCount, Field(ge=0)] | None = None
+    max_num_active_seqs: int | None = Field(default=None, ge=1)
+    max_num_scheduled_tokens: Annotated[TokenCount, Field(ge=1)] | None = None
+    watermark: float | None = Field(default=None, ge=0, lt=1)
+    scheduler_reserve_full_isl: bool | None = None
 
 
 class EngineSpec(Record):
@@ -154,18 +161,37 @@ class TuningJob(Record):
 
     @model_validator(mode="after")
     def _something_to_search(self) -> TuningJob:
-        if all(len(self.search_space.choices(name)) == 1 for name in SEARCHED):
+        space, fixed = self.search_space, self.engine.fixed
+        for name in space.searched:
+            if name in fixed.model_fields_set:
+                raise ValueError(f"{name} is both searched and fixed: leave it out of search_space or of engine.fixed")
+        if all(len(space.choices(name)) == 1 for name in space.searched):
             raise ValueError("search_space: every parameter has a single choice, so there is nothing to search")
-        budget, seqs = (self.search_space.choices(name) for name in ("max_num_batched_tokens", "max_num_seqs"))
-        if max(budget) < min(seqs):
-            raise ValueError(
-                f"search_space: no setting can work: the largest max_num_batched_tokens, {max(budget):g}, is below the "
-                f"smallest max_num_seqs, {min(seqs):g}"
-            )
-        if self.engine.fixed.max_model_len is not None:
-            for workload in (self.workload, self.burst):
-                workload.check_fits(self.engine.fixed.max_model_len)
+        lengths = [fixed.max_model_len] if fixed.max_model_len is not None else []
+        if space.parameters.max_model_len is not None:
+            lengths = [int(length) for length in space.parameters.max_model_len.choices]
+        for workload in (self.workload, self.burst) if lengths else ():
+            workload.check_fits(min(lengths))
         return self
+
+    @model_validator(mode="after")
+    def _some_setting_can_work(self) -> TuningJob:
+        values = self.config(next(combinations(self.search_space))).model_dump()
+        for condition in self.search_space.conditions:
+            for name in sorted(condition.names):
+                if values[name] is None:
+                    raise ValueError(
+                        f"search_space: the condition {condition.text!r} looks at {name}, which is neither searched "
+                        "nor fixed: give it choices or a value in engine.fixed"
+                    )
+        reasons = [self.impossible(values) for values in combinations(self.search_space)]
+        if None not in reasons:
+            raise ValueError(f"search_space: no setting of {len(reasons)} can work; of the first, {reasons[0]}")
+        return self
+
+    @field_serializer("engine")
+    def _fixed_but_not_searched(self, engine: EngineSpec, info: SerializationInfo) -> dict[str, object]:
+        return engine.model_dump(mode=info.mode, exclude={"fixed": set(self.search_space.searched)})
 
     def limits(self) -> Slo | None:
         """The SLO as given; None where it has to be derived."""
@@ -175,7 +201,13 @@ class TuningJob(Record):
 
     def config(self, values: SearchedValues) -> EngineConfig:
         """The whole engine config: what is searched and what is fixed."""
-        return EngineConfig(**values.model_dump(), **self.engine.fixed.model_dump())
+        return EngineConfig(**{**self.engine.fixed.model_dump(), **values.model_dump(exclude_none=True)})
+
+    def impossible(self, values: SearchedValues) -> str | None:
+        """Why no launch is spent on a combination: the rule or the condition it breaks; None if it may work."""
+        config = self.config(values)
+        rule = broken_rule(config, max_model_len=config.max_model_len)
+        return rule or broken_condition(config, self.search_space.conditions)
 
 
 def resolved_model(model: str) -> str:

@@ -22,6 +22,8 @@ class MemoryModel(Record):
     """Weights and whatever else neither share nor budget changes."""
 
     activation_bytes_per_token: float
+    dtype: str
+    kv_cache_dtype: str
 
     @classmethod
     def calibrated(cls, config: EngineConfig, facts: EngineFacts) -> MemoryModel | None:
@@ -39,7 +41,13 @@ class MemoryModel(Record):
             max_model_len=facts.max_model_len,
             fixed_bytes=max(0, reserved - activation - blocks * block_bytes),
             activation_bytes_per_token=activation / config.max_num_batched_tokens,
+            dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
+
+    def covers(self, config: EngineConfig) -> bool:
+        """Whether `config` keeps weights and KV blocks in the types that were measured: of others nothing is known."""
+        return (config.dtype, config.kv_cache_dtype) == (self.dtype, self.kv_cache_dtype)
 
     def num_blocks(self, config: EngineConfig) -> int:
         """KV blocks `config` would have; can be negative. Unit: blocks."""
@@ -52,13 +60,14 @@ class MemoryModel(Record):
 
         A tenth is allowed for the prediction's own error: what is close is launched and the engine decides.
         """
-        needed = math.ceil(self.max_model_len / self.block_size)
+        length = config.max_model_len or self.max_model_len
+        needed = math.ceil(length / self.block_size)
         blocks = self.num_blocks(config)
-        if blocks >= 0.9 * needed:
+        if not self.covers(config) or blocks >= 0.9 * needed:
             return None
         return (
             f"gpu_memory_utilization={config.gpu_memory_utilization:g} would leave {max(0, blocks)} KV blocks, "
-            f"one request of max_model_len={self.max_model_len} needs {needed}: raise the share or lower max_model_len"
+            f"one request of max_model_len={length} needs {needed}: raise the share or lower max_model_len"
         )
 
     def requests_that_fit(self, config: EngineConfig, tokens_per_request: float) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tuner.records import EngineConfig, Failed, FailureKind, Record, TrialRecord
 from tuner.wording import config_text
 
+_HELD_IN_MEMORY = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "max_num_active_seqs", "max_num_scheduled_tokens")
+
 OUT_OF_MEMORY = frozenset(
     {
         FailureKind.OOM_STARTUP,
@@ -37,7 +39,7 @@ def ruled_out(config: EngineConfig, trials: Sequence[TrialRecord]) -> Failed | N
         outcome = trial.outcome
         if outcome.outcome != "failed" or not trial.launched or outcome.kind not in _DEMANDS_NO_LESS:
             continue
-        if _DEMANDS_NO_LESS[outcome.kind](config, trial.config):
+        if _is_alike(config, trial.config) and _DEMANDS_NO_LESS[outcome.kind](config, trial.config):
             detail = (
                 f"trial {trial.number} failed with {outcome.kind.value} at {config_text(trial.config)}, "
                 f"and {config_text(config)} would leave no more memory"
@@ -73,6 +75,11 @@ def share_ceiling(trials: Sequence[TrialRecord], *, margin: float) -> ShareCeili
             f"{margin:g} is kept below it"
         ),
     )
+
+
+def _is_alike(config: EngineConfig, failed: EngineConfig) -> bool:
+    """Whether both hold the same things in memory, so that share, rows, steps and length tell which needs more."""
+    return all(getattr(config, name) == getattr(failed, name) for name in _HELD_IN_MEMORY)
 
 
 def _no_less_share(config: EngineConfig, failed: EngineConfig) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tuner.engines import builtin
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, most_stages
+from tuner.parameters import Choice, SearchedValues
 from tuner.records import Record
-from tuner.space import SEARCHED, SearchedName, SearchedValues, broken_rule, combinations
+from tuner.space import combinations
 
 ASSUMED_START_S = 8.0
 """A guess at one engine start, used until a launch has been seen; a plan says that it is one. Unit: seconds."""
@@ -27,8 +28,8 @@ PROTECTIVE_STAGES = 2
 class ParameterPlan(Record):
     """One searched parameter, its values and why these."""
 
-    name: SearchedName
-    choices: tuple[float, ...]
+    name: str
+    choices: tuple[Choice, ...]
     unit: str
     why: str
 
@@ -43,9 +44,10 @@ class JobPlan(Record):
     burst: str
     slo: str
     parameters: tuple[ParameterPlan, ...]
+    conditions: tuple[str, ...]
     num_combinations: int
     impossible: tuple[str, ...]
-    """Combinations no launch will be spent on, each with its rule."""
+    """Combinations no launch will be spent on, each with the rule or the condition it breaks."""
 
     num_study_launches: int
     num_confirmation_launches: int
@@ -59,13 +61,12 @@ class JobPlan(Record):
 
 def plan_of(job: TuningJob) -> JobPlan:
     """The plan of `job`."""
-    settings = [job.config(values) for values in combinations(job.search_space)]
-    rules = [broken_rule(config, max_model_len=job.engine.fixed.max_model_len) for config in settings]
-    impossible = tuple(rule for rule in rules if rule is not None)
-    num_possible = len(settings) - len(impossible)
+    reasons = [job.impossible(values) for values in combinations(job.search_space)]
+    impossible = tuple(reason for reason in reasons if reason is not None)
+    num_possible = len(reasons) - len(impossible)
     study = min(job.budget.trials, num_possible)
     confirmations = CONFIRMATION_LAUNCHES + MAX_PROTECTIVE_LAUNCHES
-    fence = int(max(job.search_space.choices("max_num_seqs")))
+    fence = max(job.config(values).fence for values in combinations(job.search_space))
     study_stages = study * most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load))
     stages = study_stages + CONFIRMATION_LAUNCHES * CONFIRMATION_STAGES + MAX_PROTECTIVE_LAUNCHES * PROTECTIVE_STAGES
     return JobPlan(
@@ -75,8 +76,9 @@ def plan_of(job: TuningJob) -> JobPlan:
         workload=job.workload.name,
         burst=job.burst.name,
         slo=_slo_text(job),
-        parameters=tuple(_parameter(job, name) for name in SEARCHED),
-        num_combinations=len(settings),
+        parameters=tuple(_parameter(job, name) for name in job.search_space.searched),
+        conditions=tuple(condition.text for condition in job.search_space.conditions),
+        num_combinations=len(reasons),
         impossible=impossible,
         num_study_launches=study,
         num_confirmation_launches=confirmations,
@@ -93,15 +95,20 @@ def longest_stage_s(job: TuningJob) -> float:
 
 
 def default_values(job: TuningJob) -> SearchedValues:
-    """The engine's own defaults: trial 0."""
+    """The engine's own defaults: trial 0. Of what else is searched none is set."""
     del job  # one engine so far
     return builtin.DEFAULTS
 
 
 def cautious_values(job: TuningJob) -> SearchedValues:
-    """The cautious start, its budget cut to what one request can use: trial 1."""
-    start = job.search_space.cautious_start
-    length = job.engine.fixed.max_model_len
+    """The cautious start, its budget cut to what one request can use: trial 1.
+
+    A searched parameter it does not name starts at its first choice.
+    """
+    space = job.search_space
+    first = {name: space.choices(name)[0] for name in space.searched if getattr(space.cautious_start, name) is None}
+    start = space.cautious_start.model_copy(update=first)
+    length = start.max_model_len or job.engine.fixed.max_model_len
     if length is None:
         return start
     budget = max(start.max_num_seqs, min(start.max_num_batched_tokens, start.max_num_seqs * length))
@@ -115,6 +122,6 @@ def _slo_text(job: TuningJob) -> str:
     return f"p95 TTFT {limits.ttft_p95_ms:g} ms, p95 ITL {limits.itl_p95_ms:g} ms"
 
 
-def _parameter(job: TuningJob, name: SearchedName) -> ParameterPlan:
-    parameter = getattr(job.search_space.parameters, name)
+def _parameter(job: TuningJob, name: str) -> ParameterPlan:
+    parameter = job.search_space.parameter(name)
     return ParameterPlan(name=name, choices=parameter.choices, unit=parameter.unit, why=" ".join(parameter.why.split()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
 from tuner.answer import Slo
+from tuner.conditions import Condition
 from tuner.job import TuningJob
 from tuner.ladder import Ladder
 from tuner.launches import Launches
@@ -24,7 +25,7 @@ from tuner.planning import (
     longest_stage_s,
 )
 from tuner.records import SAYS_NOTHING, EngineConfig, Failed, FailureKind, TrialRecord, TrialRole
-from tuner.space import broken_rule
+from tuner.space import broken_condition, broken_rule
 from tuner.study import Objectives, Proposal, Study
 
 DEFAULTS_ORIGIN = "defaults"
@@ -108,11 +109,12 @@ def _try(job: TuningJob, proposal: Proposal, launches: Launches, findings: _Find
     known = launches.last_of(config) or _answered(config, launches)
     if known is not None:
         return known
-    refused = _refusal(config, findings.memory, launches.trials)
+    conditions = () if proposal.origin == DEFAULTS_ORIGIN else job.search_space.conditions
+    refused = _refusal(config, conditions, findings.memory, launches.trials)
     if refused is not None:
         return launches.refuse(config, origin=proposal.origin, failed=refused)
     launches.expect(job.budget.trials - launches.num_settings_launched() + CONFIRMATION_LAUNCHES // 2)
-    ladder = Ladder(max_num_seqs=config.max_num_seqs, max_load=job.max_load, start=findings.start)
+    ladder = Ladder(max_num_seqs=config.fence, max_load=job.max_load, start=findings.start)
     trial = launches.run(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
     if trial.outcome.outcome == "measured":
         memory = findings.memory or MemoryModel.calibrated(config, trial.outcome.facts)
@@ -129,23 +131,23 @@ def _answered(config: EngineConfig, launches: Launches) -> TrialRecord | None:
     for trial in launches.trials:
         if trial.role is not TrialRole.STUDY or trial.outcome.outcome != "measured":
             continue
-        higher, fence = trial.config, config.max_num_seqs
-        if higher.max_num_seqs > fence and higher.model_copy(update={"max_num_seqs": fence}) == config:
+        higher, seqs, fence = trial.config, config.max_num_seqs, config.fence
+        if higher.max_num_seqs > seqs and higher.model_copy(update={"max_num_seqs": seqs}) == config:
             within = tuple(stage for stage in trial.outcome.stages if stage.load <= fence)
-            launches.note(f"max_num_seqs={fence} with the rest of trial {trial.number} is answered by it: no launch")
+            launches.note(f"max_num_seqs={seqs} with the rest of trial {trial.number} is answered by it: no launch")
             outcome = trial.outcome.model_copy(update={"stages": within})
             return trial.model_copy(update={"config": config, "outcome": outcome})
     return None
 
 
 def _warn_of_preemptions(job: TuningJob, config: EngineConfig, memory: MemoryModel | None, launches: Launches) -> None:
-    if memory is None:
+    if memory is None or not memory.covers(config):
         return
     fit = memory.requests_that_fit(config, job.workload.mean_request_tokens)
-    if fit < config.max_num_seqs:
+    if fit < config.fence:
         launches.note(
-            f"preemption-prone: max_num_seqs={config.max_num_seqs}, but the KV cache holds about {fit} requests of "
-            f"{job.workload.mean_request_tokens:g} tokens"
+            f"preemption-prone: {config.fence} requests may run at once, but the KV cache holds about {fit} "
+            f"requests of {job.workload.mean_request_tokens:g} tokens"
         )
 
 
@@ -160,10 +162,15 @@ def _has_time(job: TuningJob, launches: Launches) -> bool:
     return ladder_s + confirmation_s <= launches.seconds_left()
 
 
-def _refusal(config: EngineConfig, memory: MemoryModel | None, trials: Sequence[TrialRecord]) -> Failed | None:
-    """How a launch of `config` would fail: by a rule, as an earlier one did, or by prediction; None if it may work."""
-    length = config.max_model_len if memory is None else memory.max_model_len
-    rule = broken_rule(config, max_model_len=length)
+def _refusal(
+    config: EngineConfig, conditions: Sequence[Condition], memory: MemoryModel | None, trials: Sequence[TrialRecord]
+) -> Failed | None:
+    """How a launch of `config` would fail: by a rule, as an earlier one did, or by prediction; None if it may work.
+
+    The job's conditions count as rules.
+    """
+    length = config.max_model_len or (None if memory is None else memory.max_model_len)
+    rule = broken_rule(config, max_model_len=length) or broken_condition(config, conditions)
     if rule is not None:
         return Failed(kind=FailureKind.INVALID_CONFIG, detail=rule)
     known = ruled_out(config, trials)
@@ -184,7 +191,7 @@ def _tell(study: Study, proposal: Proposal, trial: TrialRecord, slo: Slo | None)
     if slo is None:
         study.tell_infeasible(proposal, {"works": 1.0}, "no limits are known: no stage at load 1 was valid")
         return
-    knee = find_knee(points_of(outcome.stages), fence=trial.config.max_num_seqs)
+    knee = find_knee(points_of(outcome.stages), fence=trial.config.fence)
     point = operating_point(outcome.stages, knee, slo)
     if point is None:
         nearest = least_violating_stage(outcome.stages, slo)

@@ -1,70 +1,40 @@
-"""The search space: which values each parameter may take, and which combinations can never work."""
+"""The search space: what a study may propose, and which combinations can never work."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import PlainSerializer, PlainValidator, model_validator
 
+from tuner.conditions import Condition, ConditionError, parse_condition
 from tuner.inputs import read_preset, validated
+from tuner.parameters import SEARCHABLE, Choice, Parameter, Parameters, SearchedValues, checked
 from tuner.records import EngineConfig, Record
-
-SearchedName = Literal["max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"]
-"""The three parameters a study proposes."""
 
 SamplerName = Literal["tpe", "nsga2", "gp", "qmc", "random", "grid"]
 """How a study proposes: Optuna's samplers, or every setting in order."""
 
-SEARCHED: tuple[SearchedName, ...] = get_args(SearchedName)
+MOST_COMBINATIONS = 100_000
+"""Settings of the largest space: each is looked at when the job is read."""
 
 
-class SearchedValues(Record):
-    """One value for each searched parameter."""
-
-    max_num_seqs: int = Field(ge=1)
-    max_num_batched_tokens: int = Field(ge=1)
-    gpu_memory_utilization: float = Field(gt=0, le=1)
-
-
-class Parameter(Record):
-    """The values one parameter may take, in rising order, and why these."""
-
-    choices: tuple[float, ...] = Field(min_length=1)
-    unit: str
-    why: str
-
-    @field_validator("choices")
-    @classmethod
-    def _rising(cls, choices: tuple[float, ...]) -> tuple[float, ...]:
-        if list(choices) != sorted(set(choices)):
-            raise ValueError("choices must rise and not repeat")
-        return choices
+def _read_condition(given: object) -> Condition:
+    if isinstance(given, Condition):
+        return given
+    if isinstance(given, str):
+        return parse_condition(given, set(EngineConfig.model_fields))
+    raise ValueError("a condition is a text such as 'max_num_batched_tokens >= 4 * max_num_seqs'")
 
 
-class Parameters(Record):
-    """The three searched parameters."""
+def _text_of(condition: Condition) -> str:
+    return condition.text
 
-    max_num_seqs: Parameter
-    max_num_batched_tokens: Parameter
-    gpu_memory_utilization: Parameter
 
-    @field_validator("max_num_seqs", "max_num_batched_tokens")
-    @classmethod
-    def _whole_and_positive(cls, parameter: Parameter) -> Parameter:
-        for value in parameter.choices:
-            if not math.isfinite(value) or value != int(value) or value < 1:
-                raise ValueError(f"{value:g} is not a whole number of at least 1")
-        return parameter
-
-    @field_validator("gpu_memory_utilization")
-    @classmethod
-    def _a_share(cls, parameter: Parameter) -> Parameter:
-        for value in parameter.choices:
-            if not 0 < value <= 1:
-                raise ValueError(f"{value:g} is outside (0, 1]: it is a share of the device's memory")
-        return parameter
+ConditionText = Annotated[Condition, PlainValidator(_read_condition), PlainSerializer(_text_of)]
+"""A condition over the fields of an engine config, written as a text."""
 
 
 class SearchSpace(Record):
@@ -72,13 +42,43 @@ class SearchSpace(Record):
 
     why: str
     parameters: Parameters
-    cautious_start: SearchedValues
-    """The first setting tried after the engine's defaults; cut to what the model and the device allow."""
+    conditions: tuple[ConditionText, ...] = ()
+    """What a combination has to meet. The engine's defaults are measured whether they do or not."""
 
-    def choices(self, name: SearchedName) -> tuple[float, ...]:
-        """The values parameter `name` may take, in rising order."""
+    cautious_start: SearchedValues
+    """The first setting tried after the engine's defaults; cut to what the model and the device allow. A searched
+    parameter it does not name starts at its first choice."""
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """Names of the searched parameters."""
+        return tuple(name for name in SEARCHABLE if getattr(self.parameters, name) is not None)
+
+    def parameter(self, name: str) -> Parameter:
+        """What the space says of a searched parameter."""
         parameter: Parameter = getattr(self.parameters, name)
-        return parameter.choices
+        return parameter
+
+    def choices(self, name: str) -> tuple[Choice, ...]:
+        """The values a searched parameter may take; numbers in rising order."""
+        return self.parameter(name).choices
+
+    @model_validator(mode="after")
+    def _of_a_size_to_look_at(self) -> SearchSpace:
+        size = math.prod(len(self.choices(name)) for name in self.searched)
+        if size > MOST_COMBINATIONS:
+            raise ValueError(
+                f"{size:,} combinations are too many: leave choices out until {MOST_COMBINATIONS:,} remain"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _start_of_searched_parameters(self) -> SearchSpace:
+        for name, value in self.cautious_start.model_dump(exclude_none=True).items():
+            if name not in self.searched:
+                raise ValueError(f"cautious_start.{name}: it is not among the searched parameters")
+            checked(name, value)
+        return self
 
 
 def load_space(name_or_mapping: str | dict[str, object]) -> SearchSpace:
@@ -92,10 +92,29 @@ def load_space(name_or_mapping: str | dict[str, object]) -> SearchSpace:
     return validated(SearchSpace, name_or_mapping, where="search_space")
 
 
-def combinations(space: SearchSpace) -> list[SearchedValues]:
+def combinations(space: SearchSpace) -> Iterator[SearchedValues]:
     """Every setting of the space, those that cannot work included."""
-    choices = [space.choices(name) for name in SEARCHED]
-    return [SearchedValues.model_validate(dict(zip(SEARCHED, values, strict=True))) for values in product(*choices)]
+    choices = [space.choices(name) for name in space.searched]
+    for values in product(*choices):
+        yield SearchedValues.model_validate(dict(zip(space.searched, values, strict=True)))
+
+
+def broken_condition(config: EngineConfig, conditions: Sequence[Condition]) -> str | None:
+    """Which of `conditions` the setting breaks, with the values it compares, or None.
+
+    Raises:
+        ConditionError: where one cannot be evaluated.
+    """
+    values = config.model_dump()
+    for condition in conditions:
+        of = ", ".join(f"{name}={values[name]}" for name in sorted(condition.names))
+        try:
+            holds = condition.holds(values)
+        except ConditionError as error:
+            raise ConditionError(f"the condition {condition.text!r} cannot be evaluated at {of}: {error}") from None
+        if not holds:
+            return f"the condition {condition.text!r} does not hold at {of}"
+    return None
 
 
 def broken_rule(config: EngineConfig, *, max_model_len: int | None) -> str | None:
@@ -107,14 +126,21 @@ def broken_rule(config: EngineConfig, *, max_model_len: int | None) -> str | Non
         max_model_len: the length in force, where it is known.
     """
     budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    active, scheduled = config.max_num_active_seqs, config.max_num_scheduled_tokens
     if budget < seqs:
         return (
             f"max_num_batched_tokens={budget} is below max_num_seqs={seqs}: "
             "a decode step needs one token per running request"
         )
-    if not config.enable_chunked_prefill and max_model_len is not None and budget < max_model_len:
+    if active is not None and active > seqs:
+        return f"max_num_active_seqs={active} is above max_num_seqs={seqs}: it narrows that limit"
+    if scheduled is not None and scheduled > budget:
+        return f"max_num_scheduled_tokens={scheduled} is above max_num_batched_tokens={budget}: it narrows that budget"
+    step = budget if scheduled is None else scheduled
+    if not config.enable_chunked_prefill and max_model_len is not None and step < max_model_len:
+        name = "max_num_batched_tokens" if scheduled is None else "max_num_scheduled_tokens"
         return (
-            f"max_num_batched_tokens={budget} is below max_model_len={max_model_len} with chunked prefill off: "
+            f"{name}={step} is below max_model_len={max_model_len} with chunked prefill off: "
             "a whole prompt must fit one step"
         )
     return None

@@ -6,18 +6,20 @@ sampler nothing and be proposed again; told as a zero, it would pull the model o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
-from tuner.space import SEARCHED, SamplerName, SearchedValues, SearchSpace, combinations
+from tuner.parameters import Parameter, SearchedValues
+from tuner.space import SamplerName, SearchSpace, combinations
 
 STUDY_NAME = "kneetune"
 NUM_STARTUP_TRIALS = 5
@@ -26,8 +28,8 @@ NUM_STARTUP_TRIALS = 5
 POPULATION = 8
 """Settings of one generation of NSGA-II: a study has tens of trials, not thousands."""
 
-MAX_REPEATS = 3
-"""Proposals of known settings before one of the unknown ones is drawn instead."""
+MAX_DRAWS = 3
+"""Proposals of known or impossible settings before one of the others is drawn instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,27 @@ class Objectives:
 
 
 class Study:
-    """An Optuna study of three parameters and three objectives in a journal file, gone on with where there is one.
+    """An Optuna study of a space and three objectives in a journal file, gone on with where there is one.
 
-    Each parameter is told to Optuna as the position among its choices: they rise, so that neighbours stay neighbours
-    for the sampler, and a grid of powers of two is even.
+    A parameter of numbers is told to Optuna as the position among its choices: they rise, so that neighbours stay
+    neighbours for the sampler, and a grid of powers of two is even. One of texts, true or false is categorical.
     """
 
-    def __init__(self, space: SearchSpace, journal: Path, *, seed: int, sampler: SamplerName = "tpe") -> None:
+    def __init__(
+        self,
+        space: SearchSpace,
+        journal: Path,
+        *,
+        seed: int,
+        sampler: SamplerName = "tpe",
+        impossible: Callable[[SearchedValues], str | None] = lambda _: None,
+    ) -> None:
+        """Open the study.
+
+        Args:
+            impossible: why a combination can never work, None if it may: such a one is not proposed, and the sampler
+                learns that it fails.
+        """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # The run's own lock lets one process at a time come here: a lock of Optuna's was left by one that was killed.
         Path(f"{journal}.lock").unlink(missing_ok=True)
@@ -64,9 +80,8 @@ class Study:
         self._space = space
         self._seed = seed
         self._sampler = sampler
-        self._positions: dict[str, BaseDistribution] = {
-            name: IntDistribution(0, len(space.choices(name)) - 1) for name in SEARCHED
-        }
+        self._impossible = impossible
+        self._distributions = {name: _distribution(space.parameter(name)) for name in space.searched}
         self._known: set[SearchedValues] = set()
         self._queued: list[tuple[SearchedValues, str]] = []
         self._open: dict[int, optuna.Trial] = {}
@@ -103,12 +118,16 @@ class Study:
         # Seeded anew by what is known, so that a study cut off and gone on with proposes what it would have proposed.
         seeds = np.random.SeedSequence([self._seed, len(self._known)])
         self._study.sampler = _sampler(self._sampler, seed=self._seed, fresh_seed=int(seeds.generate_state(1)[0]))
-        for _ in range(MAX_REPEATS):
-            trial = self._study.ask(self._positions)
+        for _ in range(MAX_DRAWS):
+            trial = self._study.ask(self._distributions)
             values = self._values(trial.params)
-            if values not in self._known:
-                return self._opened(trial, values, "sampler")
-            self._study.tell(trial, state=TrialState.FAIL)
+            if values in self._known:
+                self._study.tell(trial, state=TrialState.FAIL)
+                continue
+            proposal, reason = self._opened(trial, values, "sampler"), self._impossible(values)
+            if reason is None:
+                return proposal
+            self.tell_infeasible(proposal, {"works": 1.0}, reason)
         return self._any_unknown(np.random.default_rng(seeds))
 
     def tell_measured(self, proposal: Proposal, objectives: Objectives, constraints: Mapping[str, float]) -> None:
@@ -150,11 +169,10 @@ class Study:
 
     def _any_unknown(self, rng: np.random.Generator | None) -> Proposal | None:
         """One of the settings nobody has tried: the first, or one drawn where the sampler keeps to known ones."""
-        unknown = [values for values in combinations(self._space) if values not in self._known]
-        if not unknown:
-            return None
-        values = unknown[0 if rng is None else rng.integers(len(unknown))]
-        return self._opened(self._ask_for(values), values, "sampler")
+        unknown = (values for values in combinations(self._space) if values not in self._known)
+        possible = (values for values in unknown if self._impossible(values) is None)
+        values = next(possible, None) if rng is None else _any_of(list(possible), rng)
+        return None if values is None else self._opened(self._ask_for(values), values, "sampler")
 
     def _opened(self, trial: optuna.Trial, values: SearchedValues, origin: str) -> Proposal:
         self._known.add(values)
@@ -165,15 +183,31 @@ class Study:
 
     def _ask_for(self, values: SearchedValues) -> optuna.Trial:
         """Open a trial with these values; where they are not among the choices it has no parameters to learn from."""
-        asked = values.model_dump()
-        if any(asked[name] not in self._space.choices(name) for name in SEARCHED):
+        asked = {name: getattr(values, name) for name in self._space.searched}
+        if any(value not in self._space.choices(name) for name, value in asked.items()):
             return self._study.ask()
-        self._study.enqueue_trial({name: self._space.choices(name).index(asked[name]) for name in SEARCHED})
-        return self._study.ask(self._positions)
+        for name, value in asked.items():
+            if self._space.parameter(name).is_number:
+                asked[name] = self._space.choices(name).index(value)
+        self._study.enqueue_trial(asked)
+        return self._study.ask(self._distributions)
 
-    def _values(self, positions: Mapping[str, int]) -> SearchedValues:
-        chosen = {name: self._space.choices(name)[positions[name]] for name in SEARCHED}
+    def _values(self, told: Mapping[str, Any]) -> SearchedValues:
+        chosen = dict(told)
+        for name in self._space.searched:
+            if self._space.parameter(name).is_number:
+                chosen[name] = self._space.choices(name)[told[name]]
         return SearchedValues.model_validate(chosen)
+
+
+def _distribution(parameter: Parameter) -> BaseDistribution:
+    if parameter.is_number:
+        return IntDistribution(0, len(parameter.choices) - 1)
+    return CategoricalDistribution(parameter.choices)
+
+
+def _any_of(settings: Sequence[SearchedValues], rng: np.random.Generator) -> SearchedValues | None:
+    return settings[int(rng.integers(len(settings)))] if settings else None
 
 
 def _sampler(name: SamplerName, *, seed: int, fresh_seed: int) -> optuna.samplers.BaseSampler:
@@ -185,7 +219,13 @@ def _sampler(name: SamplerName, *, seed: int, fresh_seed: int) -> optuna.sampler
         case "gp":
             return samplers.GPSampler(seed=fresh_seed, n_startup_trials=NUM_STARTUP_TRIALS)
         case "qmc":
-            return samplers.QMCSampler(scramble=True, seed=seed, warn_asynchronous_seeding=False)
+            return samplers.QMCSampler(
+                scramble=True,
+                seed=seed,
+                independent_sampler=samplers.RandomSampler(seed=fresh_seed),  # of parameters without an order
+                warn_asynchronous_seeding=False,
+                warn_independent_sampling=False,
+            )
         case "random":
             return samplers.RandomSampler(seed=fresh_seed)
         case _:

@@ -246,7 +246,7 @@ def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]
         index=index,
         kind=step.kind,
         load=step.load,
-        max_num_seqs=spec.config.max_num_seqs,
+        max_num_seqs=spec.config.fence,
         workload=workload,
         entropy=(spec.job.seed, spec.number, index),
         min_requests=min_requests,

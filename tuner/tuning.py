@@ -49,9 +49,9 @@ def run_tuning(
     """
     defaults = job.config(default_values(job))
     launches = Launches(job, store, workers, watcher, stop_requested=stop_requested)
-    slo = search(
-        job, Study(job.search_space, store.path / "study.journal", seed=job.seed, sampler=job.sampler), launches
-    )
+    journal = store.path / "study.journal"
+    study = Study(job.search_space, journal, seed=job.seed, sampler=job.sampler, impossible=job.impossible)
+    slo = search(job, study, launches)
     if slo is not None:
         store.write_slo(slo)
     recommendation = _decide(job, store, launches, slo, defaults, provenance)

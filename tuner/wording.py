@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tuner.records import EngineConfig, Estimate
+from tuner.records import EngineConfig, Estimate, Setting
 
 UNKNOWN = "unknown"
 
 
 def config_text(config: EngineConfig) -> str:
-    """The three searched values in one short line."""
-    return (
+    """The three values that are always searched, and what else is not at its default, in one short line."""
+    three = (
         f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
         f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
     )
+    return " ".join([three, *(f"{name}={value}" for name, value in further(config).items())])
+
+
+def further(config: EngineConfig) -> dict[str, str]:
+    """The parameters beside those three that are not at their default, each with its value."""
+    three = {"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"}
+    return {name: setting(value) for name, value in config.model_dump(exclude=three, exclude_defaults=True).items()}
+
+
+def setting(value: Setting) -> str:
+    """A parameter's value as a YAML file spells it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else f"{value:.10g}"
 
 
 def number(value: float) -> str:

@@ -73,7 +73,7 @@ def knee_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> 
         knee_interval=finding.interval if finding else None,
         operating_load=production.operating_point.load if production else None,
         production_fence=production.config.max_num_seqs if production else None,
-        trial_fence=trial.config.max_num_seqs,
+        trial_fence=trial.config.fence,
         slo_ttft_p95_ms=slo.ttft_p95_ms if slo else None,
         slo_itl_p95_ms=slo.itl_p95_ms if slo else None,
     )
@@ -113,7 +113,7 @@ def _knee_title(recommendation: Recommendation, trial: TrialRecord, stages: Sequ
         case LadderVerdict.KNEE:
             return f"Throughput bends at {knee_words(recommendation)}"
         case LadderVerdict.FENCED:
-            return f"Throughput stops at the fence of {trial.config.max_num_seqs}: our limit, not the engine's"
+            return f"Throughput stops at the fence of {trial.config.fence}: our limit, not the engine's"
         case LadderVerdict.NOT_REACHED:
             return f"No bend up to {max(climbed, default=0)} concurrent requests"
         case LadderVerdict.ALREADY_SATURATED:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tuner.records import EngineConfig, Measured, StageRecord, TrialRecord, TrialRole
+from tuner.wording import further
 
 
 def config_text(config: EngineConfig) -> str:
-    """The three tuned parameters in one line."""
-    return (
+    """The three parameters that are always tuned, and what else is not at its default, in one line."""
+    three = (
         f"{config.max_num_seqs} sequences, budget {config.max_num_batched_tokens}, "
         f"share {config.gpu_memory_utilization:g}"
     )
+    return ", ".join([three, *(f"{name} {value}" for name, value in further(config).items())])
 
 
 def study_stages(trials: Iterable[TrialRecord]) -> list[tuple[TrialRecord, StageRecord]]:

@@ -82,7 +82,7 @@ def stage(
     invalid_reasons: tuple[str, ...] = (),
 ) -> StageRecord:
     """One stage of `config` at `load`, on the curve of this module."""
-    running = min(load, config.max_num_seqs)
+    running = min(load, config.fence)
     kv_bytes = max(int(config.gpu_memory_utilization * DEVICE_BYTES) - WEIGHTS_BYTES - ACTIVATION_BYTES, MIB)
     pressure = running * KV_BYTES_A_REQUEST / kv_bytes
     preemptions = num_preemptions if num_preemptions is not None else max(0, round((pressure - 1) * 100))
@@ -97,7 +97,7 @@ def stage(
         index=index,
         kind=kind,
         load=load,
-        fenced=load > config.max_num_seqs,
+        fenced=load > config.fence,
         workload_hash="9f2c41d07be1",
         warm_up_s=1.5,
         measured_s=6.0,

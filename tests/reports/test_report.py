@@ -9,6 +9,7 @@ from pathlib import Path
 import plotly.offline
 import pytest
 
+from reports.figures.ladders import ladders_info
 from reports.report import render, write_report
 from reports.view import page
 from tests.fakes.records import (
@@ -234,3 +235,24 @@ def test_a_trials_operating_point_is_left_of_its_knee_and_inside_the_slo() -> No
     assert best["1"].startswith("16: ")
     assert best["9"] == "–"
     assert {row[4].text for row in none_meets} == {"none", "–"}
+
+
+def test_what_else_was_tuned_is_shown_beside_the_three() -> None:
+    """A reader of the report can set every value that made the difference."""
+    run = resolved_run()
+    production = run.recommendation.production
+    assert production is not None
+    config = production.config.model_copy(update={"watermark": 0.02, "enable_prefix_caching": True, "dtype": "float16"})
+    trials = tuple(trial.model_copy(update={"config": config}) if trial.number == 5 else trial for trial in run.trials)
+    tuned = FakeRun(changed(run, production=production.model_copy(update={"config": config})).recommendation, trials)
+
+    settings = page(*tuned).settings
+    assert settings is not None
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in settings.rows}
+    assert rows["watermark"] == ["0.02", "the default", "the default"]
+    assert rows["dtype"] == ["float16", "the default", "the default"]
+    (row,) = [row for row in page(*tuned).trials.rows if row[0].text == "5"]
+    assert row[1].note == "enable_prefix_caching true, dtype float16, watermark 0.02"
+    ladders = ladders_info(*tuned)
+    assert ladders is not None
+    assert any("watermark 0.02" in line.label for line in ladders.lines)

@@ -144,3 +144,11 @@ def test_a_setting_is_never_ruled_out_for_more_memory_than_a_lower_share(
     assert ruled_out(failed, trials) is not None
     if proposed.gpu_memory_utilization < failed.gpu_memory_utilization:
         assert ruled_out(proposed, trials) is None
+
+
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"max_num_active_seqs": 8}])
+def test_a_lesson_holds_only_for_what_keeps_the_same_things_in_memory(change: dict[str, object]) -> None:
+    """Half the bytes a weight may start where full ones did not: that launch is worth its time."""
+    assert ruled_out(_config(0.98), _GRAPHS) is not None
+    assert ruled_out(_config(0.98).model_copy(update=change), _GRAPHS) is None
+    assert ruled_out(_config(0.98).model_copy(update={"watermark": 0.1}), _GRAPHS) is not None

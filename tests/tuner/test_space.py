@@ -51,10 +51,10 @@ def test_presets_load_and_every_combination_can_work(name: str) -> None:
     ("over", "told"),
     [
         ({"max_num_seqs": {"choices": [16, 8], "unit": "requests", "why": "x"}}, "rise"),
-        ({"max_num_seqs": {"choices": [0, 8], "unit": "requests", "why": "x"}}, "at least 1"),
-        ({"max_num_seqs": {"choices": [1.5], "unit": "requests", "why": "x"}}, "whole number"),
-        ({"gpu_memory_utilization": {"choices": [0.5, 1.2], "unit": "share", "why": "x"}}, "1.2 is outside"),
-        ({"gpu_memory_utilization": {"choices": [0], "unit": "share", "why": "x"}}, "0 is outside"),
+        ({"max_num_seqs": {"choices": [0, 8], "unit": "requests", "why": "x"}}, "greater than or equal to 1"),
+        ({"max_num_seqs": {"choices": [1.5], "unit": "requests", "why": "x"}}, "1.5: it should be a valid integer"),
+        ({"gpu_memory_utilization": {"choices": [0.5, 1.2], "unit": "share", "why": "x"}}, "1.2: it should be less"),
+        ({"gpu_memory_utilization": {"choices": [0], "unit": "share", "why": "x"}}, "0: it should be greater"),
     ],
 )
 def test_a_faulty_space_names_the_value(over: dict[str, object], told: str) -> None:

@@ -78,6 +78,25 @@ def test_a_trial_measures_the_engine_it_launched_and_leaves_nothing_running(tmp_
     assert set(pd.read_parquet(tmp_path / "memory.parquet")["stage"]) == {stage.index for stage in stages}
 
 
+def test_every_parameter_is_set_on_a_real_engine_and_read_back(tmp_path: Path) -> None:
+    """What the record says is what ran: the engine is asked for each value, and a mismatch would fail the trial."""
+    config = {
+        "watermark": 0.0125,
+        "long_prefill_token_threshold": 64,
+        "max_num_active_seqs": 2,
+        "max_num_scheduled_tokens": 200,
+        "scheduler_reserve_full_isl": False,
+        "enable_prefix_caching": True,
+        "kv_cache_dtype": "fp8",
+        "dtype": "bfloat16",
+    }
+    stages, trial = _run(_spec(tmp_path, _steps(4), **config))
+
+    assert isinstance(trial.outcome, Measured)
+    assert stages[-1].num_completed > 0
+    assert all(stage.fenced for stage in stages)  # 4 users, and 2 requests may run
+
+
 LAW = """
 description: 10 ms a step and 1 ms a request
 max_model_len: 2048

@@ -28,7 +28,9 @@ from tuner.trial import TrialEvent, TrialSpec
 from tuner.tuning import run_tuning
 
 
-class _Silent:
+class Silent:
+    """Watches and says nothing."""
+
     def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
         """Nothing."""
 
@@ -55,7 +57,7 @@ def _run(
     origin = resolved_run().recommendation.provenance
     store = RunStore.create(tmp_path, job, origin)
     workers = FakeWorkers(fails=fails, reshape=reshape, lost=lost, simulated=simulated)
-    return run_tuning(job, store, origin, workers, _Silent()), store, workers
+    return run_tuning(job, store, origin, workers, Silent()), store, workers
 
 
 def _saturating(made: StageRecord) -> StageRecord:
@@ -409,10 +411,10 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_answer(
     for at_event in deaths:
         workers = _Mortal(at_event=at_event)
         with contextlib.suppress(_Killed):
-            run_tuning(job, RunStore.open(store.path), origin, workers, _Silent())
+            run_tuning(job, RunStore.open(store.path), origin, workers, Silent())
         measured += workers.stages_made
     last = FakeWorkers(reshape=_saturating, fails=_dies_at_the_top)
-    answer = run_tuning(job, RunStore.open(store.path), origin, last, _Silent())
+    answer = run_tuning(job, RunStore.open(store.path), origin, last, Silent())
     measured += last.stages_made
 
     assert _asked_for(store.trials()) == _asked_for(whole_store.trials())

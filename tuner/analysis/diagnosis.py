@@ -32,7 +32,7 @@ def binding(stages: Sequence[StageRecord], knee: KneeFinding, config: EngineConf
         return None
     if past.mean_waiting < WAITING_SHARE * past.load:
         return "compute"
-    return "token_budget" if past.mean_running < 0.9 * config.max_num_seqs else "fence"
+    return "token_budget" if past.mean_running < 0.9 * config.fence else "fence"
 
 
 def _bend(stages: Sequence[StageRecord], knee: KneeFinding) -> list[StageRecord]:

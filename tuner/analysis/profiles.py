@@ -205,7 +205,7 @@ def _open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
 
 
 def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoice | None:
-    knee = find_knee(points_of(measured.stages), fence=trial.config.max_num_seqs)
+    knee = find_knee(points_of(measured.stages), fence=trial.config.fence)
     stage = operating_point(measured.stages, knee, slo)
     if stage is None:
         return None
@@ -217,7 +217,7 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
         f"no preemption, KV use at most {_percent(stage.kv_cache_usage_peak)}",
         f"the ladder of trial {trial.number} {bend}",
     )
-    config = trial.config.model_copy(update={"max_num_seqs": stage.load})
+    config = trial.config.fenced(stage.load)
     return ProductionChoice(trial=trial, knee=knee, stage=stage, config=config, evidence=evidence)
 
 
@@ -235,6 +235,7 @@ def _below(ceiling: EngineConfig, measured: EngineConfig, load: int) -> EngineCo
     """The measured config with its fence at `load`, if that makes it a protective one under the ceiling."""
     tuned = {
         "max_num_seqs": load,
+        "max_num_active_seqs": None,
         "max_num_batched_tokens": measured.max_num_batched_tokens,
         "gpu_memory_utilization": measured.gpu_memory_utilization,
     }
@@ -262,7 +263,9 @@ def _holds(config: EngineConfig, facts: EngineFacts, burst_tokens: int | None) -
 def _halved_budget(ceiling: EngineConfig, trials: Sequence[TrialRecord]) -> list[ProtectiveCandidate]:
     """Where nothing smaller was measured (production at load 1): half the budget, with the stage above it as a hint."""
     budget = max(ceiling.max_num_seqs, ceiling.max_num_batched_tokens // 2)
-    config = ceiling.model_copy(update={"max_num_batched_tokens": budget})
+    scheduled = min(budget, ceiling.max_num_scheduled_tokens or budget)
+    cut = {"max_num_batched_tokens": budget, "max_num_scheduled_tokens": scheduled if scheduled < budget else None}
+    config = ceiling.model_copy(update=cut)
     if not _meaningful_budget_cut(config, ceiling):
         return []
     stages = [
@@ -382,7 +385,7 @@ def _invalid_beyond(top: int, measured: Sequence[tuple[TrialRecord, Measured]]) 
 
 
 def _finding(trial: TrialRecord, outcome: Measured) -> KneeFinding:
-    return find_knee(points_of(outcome.stages), fence=trial.config.max_num_seqs, num_bootstrap=1)
+    return find_knee(points_of(outcome.stages), fence=trial.config.fence, num_bootstrap=1)
 
 
 def _over(name: str, measured: Estimate, limit_ms: float) -> str:

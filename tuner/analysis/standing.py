@@ -55,5 +55,5 @@ def _point(trial: TrialRecord, slo: Slo) -> StageRecord | None:
     if trial.outcome.outcome != "measured":
         return None
     stages = trial.outcome.stages
-    stage = operating_point(stages, find_knee(points_of(stages), fence=trial.config.max_num_seqs, num_bootstrap=0), slo)
+    stage = operating_point(stages, find_knee(points_of(stages), fence=trial.config.fence, num_bootstrap=0), slo)
     return stage if stage is not None and complies(stage, slo) else None

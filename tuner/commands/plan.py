@@ -9,6 +9,7 @@ import typer
 from tuner.commands.words import duration_text
 from tuner.job import TuningJob, load_job
 from tuner.planning import JobPlan, plan_of
+from tuner.wording import setting
 
 SHOWN_IMPOSSIBLE = 5
 """Impossible combinations listed one by one; the rest is counted."""
@@ -38,8 +39,9 @@ def _lines(planned: JobPlan) -> list[str]:
         f"  workload {planned.workload}, burst {planned.burst}, SLO {planned.slo}",
     ]
     for parameter in planned.parameters:
-        values = ", ".join(f"{value:g}" for value in parameter.choices)
-        lines += [f"  {parameter.name}: {values} {parameter.unit}", f"      {parameter.why}"]
+        values = ", ".join(setting(value) for value in parameter.choices)
+        lines += [f"  {parameter.name}: {values} {parameter.unit}".rstrip(), f"      {parameter.why}"]
+    lines += [f"  condition: {condition}" for condition in planned.conditions]
     lines.append(f"{planned.num_combinations} combinations, {len(planned.impossible)} of them impossible:")
     lines += [f"  {rule}" for rule in planned.impossible[:SHOWN_IMPOSSIBLE]]
     if len(planned.impossible) > SHOWN_IMPOSSIBLE:

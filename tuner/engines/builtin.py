@@ -13,8 +13,8 @@ from tuner.engines.process import how_it_ended, read_url
 from tuner.job import EngineSpec
 from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import read_infos, read_memory_bytes
-from tuner.records import EngineConfig, EngineFacts, Failed, FailureKind
-from tuner.space import SearchedValues
+from tuner.parameters import SearchedValues
+from tuner.records import EngineConfig, EngineFacts, Failed, FailureKind, Setting
 
 NAME = "builtin"
 
@@ -23,19 +23,12 @@ DEFAULTS = SearchedValues(max_num_seqs=128, max_num_batched_tokens=2048, gpu_mem
 
 
 def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str) -> list[str]:
-    """The argument list that starts this config on 127.0.0.1:`port`, every parameter explicit."""
+    """The argument list that starts this config on 127.0.0.1:`port`, every parameter that is set explicit."""
     arguments = [
         *(sys.executable, "-P", "-m", "engine", "serve", model),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", served_model_name),
-        *("--max-num-seqs", str(config.max_num_seqs)),
-        *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
-        *("--gpu-memory-utilization", f"{config.gpu_memory_utilization:g}"),
-        *("--dtype", config.dtype),
-        "--enable-chunked-prefill" if config.enable_chunked_prefill else "--no-enable-chunked-prefill",
-        "--enable-prefix-caching" if config.enable_prefix_caching else "--no-enable-prefix-caching",
+        *(argument for name, value in _asked(config).items() for argument in _flag(name, value)),
     ]
-    if config.max_model_len is not None:
-        arguments += ["--max-model-len", str(config.max_model_len)]
     if spec.law is not None:
         arguments += ["--executor", "simulated", "--law", spec.law]
     if spec.device_memory is not None:
@@ -44,6 +37,18 @@ def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, se
         arguments += ["--cpu-omp-threads-bind", cpus_flag(spec.cpus)]
     on_cpu = spec.device_memory is not None or spec.cpus is not None
     return [*arguments, "--device", "cpu" if on_cpu else spec.device]
+
+
+def _asked(config: EngineConfig) -> dict[str, Setting]:
+    """What is set, by name; the engine computes on one device, which needs no flag."""
+    return config.model_dump(exclude={"tensor_parallel_size"}, exclude_none=True)
+
+
+def _flag(name: str, value: Setting) -> tuple[str, ...]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{flag}" if value else f"--no-{flag}",)
+    return f"--{flag}", str(value)
 
 
 def cpus_flag(count: int) -> str:
@@ -129,10 +134,9 @@ def memory(reading: Reading) -> EngineMemory:
 
 def mismatch(config: EngineConfig, reading: Reading) -> str | None:
     """Which value in force differs from the one asked for, or None."""
-    asked = config.model_dump(exclude={"tensor_parallel_size"}, exclude_none=True)
-    for name, value in asked.items():
+    for name, value in _asked(config).items():
         in_force = reading.labels.get(name)
-        if in_force != str(value) and not (name == "dtype" and value == "auto"):
+        if in_force != str(value) and value != "auto":
             return f"{name}: asked for {value}, the engine runs with {in_force}"
     return None
 

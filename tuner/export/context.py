@@ -8,6 +8,7 @@ import yaml
 
 from tuner import wording
 from tuner.answer import Profile, Recommendation, RunVerdict
+from tuner.records import Setting
 
 
 class ExportRefusedError(ValueError):
@@ -66,24 +67,27 @@ def flag(name: str, *, on: bool | None) -> dict[str, bool]:
     return {name: True} if on else {f"no-{name}": True}
 
 
-def config_keys(context: ExportContext) -> dict[str, str | int | float | bool]:
-    """The keys both engines know, under their flags' names; sizes are plain integers."""
+def config_keys(context: ExportContext) -> dict[str, Setting]:
+    """The keys both engines know, under their flags' names, for every parameter that is set; sizes are plain."""
     config = context.profile.config
+    settings = config.model_dump(exclude={"tensor_parallel_size", "max_model_len"}, exclude_none=True)
+    length = context.max_model_len if config.max_model_len is None else config.max_model_len
     served = {} if context.served_model_name is None else {"served-model-name": context.served_model_name}
     return {
         "model": context.model,
         **served,
-        "max-num-seqs": config.max_num_seqs,
-        "max-num-batched-tokens": config.max_num_batched_tokens,
-        "gpu-memory-utilization": config.gpu_memory_utilization,
-        "max-model-len": context.max_model_len if config.max_model_len is None else config.max_model_len,
-        **flag("enable-chunked-prefill", on=config.enable_chunked_prefill),
-        **flag("enable-prefix-caching", on=config.enable_prefix_caching),
-        "dtype": config.dtype,
+        "max-model-len": length,
+        **{
+            key: value for name, given in settings.items() for key, value in _key(name.replace("_", "-"), given).items()
+        },
     }
 
 
-def document(context: ExportContext, *, keys: dict[str, str | int | float | bool], start: str, caveat: str) -> str:
+def _key(name: str, value: Setting) -> dict[str, Setting]:
+    return dict(flag(name, on=value)) if isinstance(value, bool) else {name: value}
+
+
+def document(context: ExportContext, *, keys: dict[str, Setting], start: str, caveat: str) -> str:
     """Header and keys as one YAML text.
 
     Args:

@@ -305,3 +305,29 @@ def test_limits_other_than_the_slo_are_not_blamed_on_it() -> None:
     assert "59 samples" in run_verdict(unproven, None, WIDE).reason
     unknown = [_trial(0, ttft_p95_ms=Estimate(value=math.nan, num_samples=0))]
     assert run_verdict(unknown, None, WIDE).verdict is RunVerdict.SLO_INFEASIBLE
+
+
+def test_a_lower_limit_on_running_requests_is_the_fence() -> None:
+    """Where fewer may run than the buffers hold, production is fenced by one limit that the engine accepts."""
+    narrow = BIG.model_copy(update={"max_num_active_seqs": 32, "max_num_scheduled_tokens": 700})
+    choice = choose_production([_trial(0, narrow)], WIDE)
+
+    assert choice is not None
+    assert all(not stage.fenced for stage in climbed(narrow) if stage.load <= 32)
+    assert (choice.config.max_num_seqs, choice.config.max_num_active_seqs) == (choice.stage.load, None)
+    assert choice.config.max_num_scheduled_tokens == 700
+    candidates = choose_protective(choice.config, [_trial(0, narrow)], WIDE)
+    assert candidates
+    for candidate in candidates:
+        config = candidate.config
+        assert config.max_num_active_seqs is None
+        assert (config.max_num_scheduled_tokens or 0) <= config.max_num_batched_tokens
+
+
+def test_half_a_budget_takes_the_scheduled_tokens_along() -> None:
+    """A protective candidate that no engine would start is no fallback."""
+    ceiling = BIG.model_copy(update={"max_num_seqs": 1, "max_num_scheduled_tokens": 700})
+    (candidate,) = choose_protective(ceiling, [_trial(0, BIG)], WIDE)
+
+    assert candidate.config.max_num_batched_tokens == 512
+    assert candidate.config.max_num_scheduled_tokens is None

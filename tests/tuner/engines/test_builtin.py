@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.__main__ import engine_config, parse_arguments
 from engine.config import EngineConfig
 from tuner import records
 from tuner.engines import builtin
@@ -62,3 +63,51 @@ def test_several_cores_are_read_as_one_engine(monkeypatch: pytest.MonkeyPatch) -
     assert (facts.memory_reserved_bytes, facts.weights_bytes, facts.activation_peak_bytes) == (1800, 200, 100)
     # The blocks in force: an override has others than the share leaves room for.
     assert builtin.memory(reading).kv_cache_bytes == 700
+
+
+SETTINGS = [
+    ({"max_model_len": 2048}, "--max-model-len 2048"),
+    ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill"),
+    ({"enable_prefix_caching": True}, "--enable-prefix-caching"),
+    ({"dtype": "bfloat16"}, "--dtype bfloat16"),
+    ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+    ({"long_prefill_token_threshold": 0}, "--long-prefill-token-threshold 0"),
+    ({"max_num_active_seqs": 4}, "--max-num-active-seqs 4"),
+    ({"max_num_scheduled_tokens": 128}, "--max-num-scheduled-tokens 128"),
+    ({"watermark": 0.0123456789}, "--watermark 0.0123456789"),
+    ({"scheduler_reserve_full_isl": True}, "--scheduler-reserve-full-isl"),
+    ({"scheduler_reserve_full_isl": False}, "--no-scheduler-reserve-full-isl"),
+]
+
+
+@pytest.mark.parametrize(("setting", "flags"), SETTINGS)
+def test_every_parameter_that_is_set_reaches_the_engine(setting: dict[str, object], flags: str) -> None:
+    """The engine's own parser reads each flag to the value that was asked for; what is not set is left to it."""
+    three = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9}
+    config = records.EngineConfig.model_validate(three | setting)
+    line = builtin.command("embedded", config, EngineSpec(), port=1, served_model_name="x")
+    assert f" {flags} " in " ".join(line)
+    serve = line[line.index("serve") :]
+    asked = engine_config(parse_arguments(serve))
+    for name, value in config.model_dump(exclude_none=True).items():
+        assert getattr(asked, name) == value
+    unset = EngineConfig(model="embedded")
+    for name, value in config.model_dump().items():
+        if value is None:
+            assert getattr(asked, name) == getattr(unset, name)
+
+
+@pytest.mark.parametrize("setting", [setting for setting, _ in SETTINGS])
+def test_a_parameter_in_force_that_was_not_asked_for_is_seen(setting: dict[str, object]) -> None:
+    """A launch that runs with another value than its record says would teach the study a falsehood."""
+    three = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9}
+    config = records.EngineConfig.model_validate(three | setting)
+    labels = {name: str(value) for name, value in config.model_dump(exclude_none=True).items()}
+
+    def reading(**over: str) -> builtin.Reading:
+        return builtin.Reading(model_name="x", labels=labels | over, memory_bytes={})
+
+    assert builtin.mismatch(config, reading(watermark="0.5") if config.watermark is None else reading()) is None
+    (name,) = setting
+    told = builtin.mismatch(config, reading(**{name: "other"}))
+    assert told == f"{name}: asked for {setting[name]}, the engine runs with other"

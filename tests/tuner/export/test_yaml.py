@@ -180,3 +180,20 @@ def test_the_built_in_engine_refuses_more_than_one_device() -> None:
     with pytest.raises(ExportRefusedError, match="tensor_parallel_size=2"):
         engine_yaml(production_context(tensor_parallel_size=2))
     assert yaml.safe_load(vllm_yaml(production_context(tensor_parallel_size=2)))["tensor-parallel-size"] == 2
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_every_parameter_that_is_set_is_written_and_no_other(export: Callable[[ExportContext], str]) -> None:
+    """A deployed engine runs with all that was tuned, and keeps its own values where nothing was."""
+    further = {
+        "kv_cache_dtype": "fp8",
+        "long_prefill_token_threshold": 512,
+        "max_num_active_seqs": 12,
+        "max_num_scheduled_tokens": 1000,
+        "watermark": 0.01,
+    }
+    keys = yaml.safe_load(export(production_context(**further, scheduler_reserve_full_isl=False)))
+
+    assert keys.items() >= {name.replace("_", "-"): value for name, value in further.items()}.items()
+    assert keys["no-scheduler-reserve-full-isl"] is True
+    assert not yaml.safe_load(export(production_context())).keys() & {"watermark", "no-scheduler-reserve-full-isl"}
