@@ -157,3 +157,10 @@ async def test_metrics_give_back_the_three_values(server: Serving) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("engine:config_info{")]
     for label in ('max_num_seqs="4"', 'max_num_batched_tokens="64"', 'gpu_memory_utilization="0.5"'):
         assert label in line
+    for label in (
+        'max_num_active_seqs="4"',
+        'max_num_scheduled_tokens="64"',
+        'watermark="0.0"',
+        'kv_cache_dtype="auto"',
+    ):
+        assert label in line  # not asked for, and said as they are in force

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import tempfile
+from importlib import resources
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from tests.fakes.records import resolved_run
 from tests.fakes.workers import FakeWorkers
 from tests.tuner.test_tuning import Silent
+from tuner.__main__ import app
 from tuner.inputs import InputError
 from tuner.job import FixedParameters, TuningJob, load_job
 from tuner.parameters import SEARCHABLE
 from tuner.planning import cautious_values, default_values, plan_of
-from tuner.records import TrialRole
+from tuner.records import EngineConfig, TrialRole
 from tuner.space import MOST_COMBINATIONS, SamplerName, combinations, load_space
 from tuner.store import RunStore
 from tuner.study import Objectives, Study
@@ -38,7 +42,7 @@ OPTIONAL = {
     "watermark": st.sets(st.floats(0, 0.99), min_size=1, max_size=2).map(sorted),
     "scheduler_reserve_full_isl": TRUTHS,
 }
-SAMPLERS = st.sampled_from(get_args(SamplerName))
+QUICK_SAMPLERS = [name for name in get_args(SamplerName) if name != "gp"]
 CONDITIONS = ["max_num_batched_tokens >= 4 * max_num_seqs", "max_num_seqs < 64 or gpu_memory_utilization < 0.9"]
 
 
@@ -74,7 +78,7 @@ def _if_any_works(space: dict[str, object]) -> TuningJob | None:
 @given(
     data=st.data(),
     names=st.sets(st.sampled_from(sorted(OPTIONAL)), max_size=3),
-    sampler=SAMPLERS,
+    sampler=st.sampled_from(QUICK_SAMPLERS),
 )
 @settings(max_examples=15, deadline=None)
 def test_every_proposal_of_any_space_is_a_valid_setting_that_breaks_nothing(
@@ -102,13 +106,13 @@ def test_every_proposal_of_any_space_is_a_valid_setting_that_breaks_nothing(
             assert getattr(config, name) in job.search_space.choices(name)
 
 
-@pytest.mark.parametrize("sampler", [name for name in get_args(SamplerName) if name != "gp"])
+@pytest.mark.parametrize("sampler", get_args(SamplerName))
 def test_every_sampler_reaches_both_values_of_what_has_no_order(tmp_path: Path, sampler: SamplerName) -> None:
     """A switch is tried on and off, by a sampler of sequences too."""
     job = _unlimited(_space(enable_prefix_caching=[True, False], watermark=[0.0, 0.01, 0.05]))
     study = Study(job.search_space, tmp_path / "journal", seed=0, sampler=sampler, impossible=job.impossible)
     tried = set()
-    for _ in range(30):
+    for _ in range(30 if sampler in QUICK_SAMPLERS else 8):
         proposal = study.ask()
         assert proposal is not None
         tried.add(proposal.values.enable_prefix_caching)
@@ -228,3 +232,51 @@ def test_the_defaults_set_nothing_and_the_cautious_start_sets_everything_searche
 def test_every_searchable_parameter_can_be_fixed_beside_the_three() -> None:
     """What can be searched can also be held still."""
     assert set(SEARCHABLE[3:]) == set(FixedParameters.model_fields) == set(OPTIONAL)
+
+
+def test_the_example_of_the_preset_can_be_searched() -> None:
+    """What the comment in the preset shows works as it stands."""
+    text = (resources.files("search_spaces") / "spaces" / "cpu.yaml").read_text(encoding="utf-8")
+    example = yaml.safe_load("".join(line[4:] for line in text.splitlines(keepends=True) if line.startswith("#   ")))
+    space = yaml.safe_load(text)
+    space["parameters"] |= example["parameters"]
+    planned = plan_of(_unlimited(space | {"conditions": example["conditions"]}))
+    assert len(planned.conditions) == 2
+    assert 0 < len(planned.impossible) < planned.num_combinations == 7 * 5 * 5 * 2 * 3
+
+
+def test_the_plan_shows_every_searched_parameter_and_condition(tmp_path: Path) -> None:
+    """The user sees before anything starts what is searched and what is ruled out."""
+    space = _space(CONDITIONS[0], enable_prefix_caching=[True, False], dtype=["auto", "float16"])
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        yaml.safe_dump({"model": "embedded", "workload": "chat-short", "burst": "long-prompts", "search_space": space})
+    )
+    told = CliRunner().invoke(app, ["plan", str(file)])
+    assert told.exit_code == 0, told.output
+    assert "  enable_prefix_caching: true, false\n" in told.output
+    assert "  dtype: auto, float16\n" in told.output
+    assert f"  condition: {CONDITIONS[0]}\n" in told.output
+    assert "32 combinations, 8 of them impossible" in told.output
+
+
+def test_a_trial_answers_only_for_settings_that_are_its_own_in_all_else(tmp_path: Path) -> None:
+    """Below a fence that was measured the rest must be equal: caching off is launched, though caching on is known."""
+    start: dict[str, object] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "gpu_memory_utilization": 0.9}
+    space = _space(enable_prefix_caching=[True, False], start=start)
+    job = _unlimited(space, sampler="grid", budget={"trials": 40, "time": "10h"})
+    origin = resolved_run().recommendation.provenance
+    workers = FakeWorkers()
+    run_tuning(job, RunStore.create(tmp_path, job, origin), origin, workers, Silent())
+    launched = [spec.config for spec in workers.launched if spec.role is TrialRole.STUDY]
+    known = job.config(cautious_values(job)).model_copy(update={"max_num_seqs": 16})
+    assert known not in launched
+    assert known.model_copy(update={"enable_prefix_caching": False}) in launched
+
+
+def test_a_config_of_an_older_run_is_read_with_what_the_engine_did_then() -> None:
+    """A run that was kept stays readable; what it could not set was the engine's own."""
+    old = '{"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9, "dtype": "auto"}'
+    config = EngineConfig.model_validate_json(old)
+    assert (config.watermark, config.max_num_active_seqs, config.kv_cache_dtype) == (None, None, "auto")
+    assert config.fence == 8
