@@ -205,7 +205,10 @@ class TuningJob(Record):
 
     def impossible(self, values: SearchedValues) -> str | None:
         """Why no launch is spent on a combination: the rule or the condition it breaks; None if it may work."""
-        config = self.config(values)
+        return self.broken_by(self.config(values))
+
+    def broken_by(self, config: EngineConfig) -> str | None:
+        """The rule or the condition that a config breaks, in words, or None."""
         rule = broken_rule(config, max_model_len=config.max_model_len)
         return rule or broken_condition(config, self.search_space.conditions)
 

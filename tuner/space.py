@@ -102,11 +102,15 @@ def combinations(space: SearchSpace) -> Iterator[SearchedValues]:
 def broken_condition(config: EngineConfig, conditions: Sequence[Condition]) -> str | None:
     """Which of `conditions` the setting breaks, with the values it compares, or None.
 
+    One that looks at a value left to the engine says nothing of this setting.
+
     Raises:
         ConditionError: where one cannot be evaluated.
     """
     values = config.model_dump()
     for condition in conditions:
+        if any(values[name] is None for name in condition.names):
+            continue
         of = ", ".join(f"{name}={values[name]}" for name in sorted(condition.names))
         try:
             holds = condition.holds(values)

@@ -111,6 +111,9 @@ def _confirm(
         pair = confirm_production(choice, defaults, launches, burst_load=_burst_load(choice, choice.stage.load))
         reason = refutation(choice, pair, slo)
         if reason is None:
+            broken = job.broken_by(choice.config)
+            if broken is not None:
+                setbacks.append(f"production's fence is the load that was measured, and with it {broken}")
             return Confirmations(choice=choice, pair=pair, setbacks=tuple(setbacks))
         launches.note(reason)
         setbacks.append(reason)
@@ -149,7 +152,11 @@ def _protect(
     choice = confirmations.choice
     ceiling = defaults if choice is None else choice.config
     chosen = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens)
-    candidates = [candidate for candidate in chosen if ruled_out(candidate.config, launches.trials) is None]
+    candidates = [
+        candidate
+        for candidate in chosen
+        if job.broken_by(candidate.config) is None and ruled_out(candidate.config, launches.trials) is None
+    ]
     if not candidates:
         return confirmations
     burst_load = _burst_load(choice, candidates[0].stage.load)

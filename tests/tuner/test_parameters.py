@@ -280,3 +280,17 @@ def test_a_config_of_an_older_run_is_read_with_what_the_engine_did_then() -> Non
     config = EngineConfig.model_validate_json(old)
     assert (config.watermark, config.max_num_active_seqs, config.kv_cache_dtype) == (None, None, "auto")
     assert config.fence == 8
+
+
+def test_a_fallback_that_breaks_a_condition_is_not_launched_and_production_that_does_says_so(tmp_path: Path) -> None:
+    """Profiles are derived from what was measured: the rules hold for them too, or the answer says they do not."""
+    condition = "max_num_seqs % 16 == 0 and (max_num_batched_tokens >= 200 or watermark > 1)"
+    job = _unlimited(_space(condition, watermark=[0.0, 0.01]), budget={"trials": 12, "time": "10h"})
+    origin = resolved_run().recommendation.provenance
+    workers = FakeWorkers()
+    answer = run_tuning(job, RunStore.create(tmp_path, job, origin), origin, workers, Silent())
+    tried = [spec.config for spec in workers.launched if spec.role is TrialRole.CONFIRM_PROTECTIVE]
+    assert all(job.broken_by(config) is None for config in tried)
+    assert answer.production is not None
+    assert answer.production.config.max_num_seqs % 16
+    assert any("production's fence" in warning and condition in warning for warning in answer.warnings)
