@@ -150,6 +150,15 @@ def test_misuse_is_named(llm: LLM) -> None:
         LLM("embedded", factory=_FAKE, cpu_omp_threads_bind="0")
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C as a terminal has it; whoever runs the tests in the background has it switched off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize(
     ("executor", "error"), [("InterruptedExecutor", KeyboardInterrupt), ("OnceFaultyExecutor", MemoryError)]
 )

@@ -21,6 +21,9 @@ import psutil
 
 from tuner.engines.family import MARK, Launch, end, leader, living, new_mark, write_launch
 
+EXIT_S = 2.0
+"""Between a process's death and its exit code, at the most. Unit: seconds."""
+
 POLL_S = 0.05
 """Between two looks at a starting engine. Unit: seconds."""
 
@@ -54,7 +57,7 @@ class RunningEngine:
     """From the launch to the first healthy answer."""
 
     exit_code: Callable[[], int | None]
-    """Its exit code once it has ended (minus the signal that killed it), None before."""
+    """Its exit code once it has ended (minus the signal that killed it); None where it does not end."""
 
     def is_alive(self) -> bool:
         """Whether this very process still runs."""
@@ -135,11 +138,18 @@ def launched(
         _wait_until_healthy(process, f"{base_url}/health", timeout_s=timeout_s)
         start_s = time.perf_counter() - begun
         members = living(launch)
-        yield RunningEngine(launch, base_url, log_path, start_s, process.poll)
+        yield RunningEngine(launch, base_url, log_path, start_s, lambda: _exit_code(process))
     finally:
         # Those seen when it was healthy are told: a first process that died since can no longer name its children.
         end(launch, members)
         process.wait()
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """How a process ended. One that was killed reads as dead before all its threads are gone, and its code is known."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(EXIT_S)
+    return None
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s: float) -> None:
