@@ -5,7 +5,10 @@ Exit codes: 0 done, 1 no answer (the verdict says why), 2 bad input or a disk th
 
 from __future__ import annotations
 
+import logging
 import sys
+from enum import StrEnum
+from typing import Annotated
 
 import typer
 
@@ -14,11 +17,31 @@ from tuner.inputs import InputError
 
 app = typer.Typer(
     name="kneetune",
-    help="Find the throughput knee of an LLM serving engine before a deployment.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+class LogLevel(StrEnum):
+    """How much is logged to stderr beside what a command says itself."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@app.callback()
+def options(
+    log_level: Annotated[LogLevel, typer.Option(help="Log to stderr from this level on.")] = LogLevel.WARNING,
+) -> None:
+    """Find the throughput knee of an LLM serving engine before a deployment."""
+    logging.basicConfig(
+        level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+
+
 app.command()(tune.tune)
 app.command()(plan.plan)
 app.command()(show.show)

@@ -302,3 +302,12 @@ def test_more_budget_goes_on_with_a_run_that_had_its_answer(run: Path, monkeypat
     store = RunStore.open(run)
     assert store.job().budget.trials == 7
     assert len(store.trials()) > before
+
+
+def test_how_much_is_logged_is_asked_for(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever hunts a fault turns the log up; a level that is none is told which there are."""
+    assert _run(monkeypatch, "--log-level", "debug", "show", str(run)) == 0
+    assert _run(monkeypatch, "--log-level", "loud", "show", str(run)) == 2
+    assert "warning" in capsys.readouterr().err
