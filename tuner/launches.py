@@ -56,7 +56,11 @@ class Launches:
         self._store = store
         self._workers = workers
         self._watcher = watcher
-        self._begun_s = time.perf_counter() - sum(trial.wall_s for trial in self.trials)
+        earlier_s = sum(trial.wall_s for trial in self.trials)
+        if self._unfinished is not None:
+            kept = kept_stages(store.trial_directory(self._unfinished.number))
+            earlier_s += sum(stage.wall_s for stage in kept)
+        self._begun_s = time.perf_counter() - earlier_s
 
     def run(self, role: TrialRole, config: EngineConfig, *, origin: str, plan: Plan) -> TrialRecord:
         """Launch `config` and measure what `plan` says; what failed by no known fault of the config is retried.

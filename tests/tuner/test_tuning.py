@@ -20,9 +20,11 @@ from tests.fakes.workers import FakeWorkers, Reshape, Rule
 from tuner.analysis.standing import standing
 from tuner.answer import Recommendation, RunVerdict
 from tuner.job import load_job
+from tuner.launches import Launches
+from tuner.measure.stage import MeasuredStage
 from tuner.progress import Clock
 from tuner.records import EngineConfig, Failed, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
-from tuner.store import RunStore
+from tuner.store import AskedTrial, RunStore, keep_stage
 from tuner.study import STUDY_NAME
 from tuner.trial import TrialEvent, TrialSpec
 from tuner.tuning import run_tuning
@@ -454,3 +456,17 @@ def test_what_no_setting_changes_is_not_tried_with_all_of_them(tmp_path: Path) -
     assert len(workers.launched) == 3
     assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
     assert "the hub did not give it" in answer.reason
+
+
+def test_time_spent_before_a_run_was_cut_off_counts(tmp_path: Path) -> None:
+    """The answer's wall time holds what was measured in it, also the stages of a trial that goes on."""
+    job = load_job("embedded")
+    store = RunStore.create(tmp_path, job, resolved_run().recommendation.provenance)
+    ended = resolved_run().trials[0]
+    store.write_trial(ended)
+    assert ended.outcome.outcome == "measured"
+    stage = ended.outcome.stages[0]
+    asked = AskedTrial(number=1, role=TrialRole.STUDY, config=ended.config, origin="sampler")
+    keep_stage(store.begin_trial(asked), MeasuredStage(record=stage, requests=(), samples=()))
+    elapsed_s = Launches(job, store, FakeWorkers(), Silent()).elapsed_s()
+    assert elapsed_s >= ended.wall_s + stage.wall_s > ended.wall_s
