@@ -215,6 +215,7 @@ class Api:
         usage = Usage(job.num_prompt_tokens)
 
         async def write_choice(index: int, generation: Generation) -> None:
+            """Write one choice's tokens as they come; the choices' events interleave."""
             choice = self._choice(job, index)
             async for token in generation:
                 piece = choice.take(token)

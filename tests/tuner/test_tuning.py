@@ -470,3 +470,17 @@ def test_time_spent_before_a_run_was_cut_off_counts(tmp_path: Path) -> None:
     keep_stage(store.begin_trial(asked), MeasuredStage(record=stage, requests=(), samples=()))
     elapsed_s = Launches(job, store, FakeWorkers(), Silent()).elapsed_s()
     assert elapsed_s >= ended.wall_s + stage.wall_s > ended.wall_s
+
+
+def test_a_finished_run_gone_on_with_says_the_same(tmp_path: Path) -> None:
+    """The verdict is about the search: launches that came after it are no ladders, whenever it is decided again."""
+
+    def straight(made: StageRecord) -> StageRecord:
+        return _saturating(made).model_copy(update={"output_throughput": estimate(100.0 * made.load, spread=0.02)})
+
+    over: dict[str, object] = {"budget": {"trials": 5, "time": "10h"}}
+    first, store, _ = _run(tmp_path, reshape=straight, over=over)
+    assert any(trial.role is not TrialRole.STUDY for trial in store.trials())
+    again = run_tuning(store.job(), store, store.provenance(), FakeWorkers(reshape=straight), Silent())
+    assert (again.verdict, again.reason) == (first.verdict, first.reason)
+    assert again.protective == first.protective
