@@ -194,6 +194,11 @@ class StageRecord(Record):
 
     workload_hash: str
     warm_up_s: float
+    """Before the measured window: the first request of every user, until no clear trend was left, and the transient."""
+
+    transient_s: float = 0.0
+    """Of the warm-up, what was cut off afterwards because throughput had not settled (MSER-5)."""
+
     measured_s: float
     wall_s: float
     """Warm-up and measurement together: the time load was on the engine."""

@@ -16,6 +16,7 @@ from tuner.measure.memory import PssSampler
 from tuner.measure.prometheus import MetricsSnapshot, Scraper
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.summary import EndedBy, Seen, mean_e2e_s, settle, summarise
+from tuner.measure.transient import transient_end_s
 from tuner.records import RequestRecord, StageRecord
 
 __all__ = ["MeasuredStage", "StageSpec", "Target", "measure_stage"]
@@ -70,13 +71,20 @@ class _Watch:
         stopped = await self._warm_up()
         num_users_through = self._generator.num_users_through
         before = None if stopped else await self._scraper.scrape()
-        start_s = self._log.now_s()
-        ended_by = stopped or await self._measure(start_s)
-        window = Window(start_s, max(self._log.now_s(), start_s + 1e-3))
+        warm_s = self._log.now_s()
+        ended_by = stopped or await self._measure(warm_s)
+        window, before = self._settled(Window(warm_s, max(self._log.now_s(), warm_s + 1e-3)), before)
         after = None if ended_by == "stalled" else await self._scraper.scrape()
-        if ended_by == "time" and self._never_moved(start_s):
+        if ended_by == "time" and self._never_moved(warm_s):
             ended_by = "stalled"
-        return Seen(window=window, ended_by=ended_by, num_users_through=num_users_through, before=before, after=after)
+        return Seen(
+            window=window,
+            transient_s=window.start_s - warm_s,
+            ended_by=ended_by,
+            num_users_through=num_users_through,
+            before=before,
+            after=after,
+        )
 
     async def _warm_up(self) -> EndedBy | None:
         while self._log.now_s() < self._spec.max_warm_up_s:
@@ -103,9 +111,21 @@ class _Watch:
                 return "precise"
         return "time"
 
-    def _knows_enough(self, window: Window, looks: steady.Looks) -> bool:
-        ended = [record for record in latency.finished_inside(self._log.records, window) if record.error is None]
-        if len(ended) < self._spec.min_requests or not looks.is_due(window.length_s, request_s=mean_e2e_s(ended)):
+    def _settled(self, span: Window, before: MetricsSnapshot | None) -> tuple[Window, MetricsSnapshot | None]:
+        """The part of `span` after its transient, and the scrape it begins with: it begins with one, or is all."""
+        request_s = mean_e2e_s(latency.finished_inside(self._log.records, span))
+        settled_s = transient_end_s(np.array(self._log.event_times_s), span, request_s=request_s)
+        first = next((sample for sample in self._scraper.samples if sample.at_s >= settled_s), None)
+        if first is None or settled_s == span.start_s or first.at_s >= (span.start_s + span.end_s) / 2:
+            return span, before
+        return Window(first.at_s, span.end_s), first
+
+    def _knows_enough(self, span: Window, looks: steady.Looks) -> bool:
+        ended = [record for record in latency.finished_inside(self._log.records, span) if record.error is None]
+        if len(ended) < self._spec.min_requests or not looks.is_due(span.length_s, request_s=mean_e2e_s(ended)):
+            return False
+        window, _ = self._settled(span, None)
+        if sum(window.holds(record.finished_s) for record in ended) < self._spec.min_requests:
             return False
         # Events, not tokens: counting tokens means parsing every stream in flight. The two are proportional.
         rate = latency.rate_estimate(np.array(self._log.event_times_s), window, correlation_s=mean_e2e_s(ended))

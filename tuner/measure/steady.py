@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tuner.measure.latency import Floats, Window, e2e_s
+from tuner.measure.latency import Floats, Window, e2e_s, percentile
 from tuner.records import Estimate, RequestRecord
 
 WARM_TOLERANCE = 0.25
@@ -14,6 +14,9 @@ WARM_TOLERANCE = 0.25
 
 UNSTEADY_TOLERANCE = 0.5
 """A measured window is not steady above this (one half 5/3 as fast as the other); smaller swings widen its interval."""
+
+DRIFT_TOLERANCE = 0.5
+"""A window in whose second half requests typically waited so much longer or shorter (share of the smaller) drifts."""
 
 LITTLE_TOLERANCE = 0.10
 """X x R must agree with N within this share of N, beyond what the requests cut by the window's ends explain."""
@@ -27,7 +30,7 @@ FEWEST_REQUEST_LENGTHS = 5.0
 
 EARLY_STOP_WIDENING = 1.4
 """A stage that ends at the first narrow interval has picked a narrow one. On simulated streams that are correlated over
-a request's time such intervals hold the true rate 86 to 88 times in 100; this much wider, 92 to 95 times."""
+a request's time such intervals hold the true rate 86 to 88 times in 100; this much wider, 91 to 93 times."""
 
 
 def has_trend(times_s: Sequence[float] | Floats, window: Window, *, tolerance: float) -> bool:
@@ -38,6 +41,20 @@ def has_trend(times_s: Sequence[float] | Floats, window: Window, *, tolerance: f
     counts, _ = np.histogram(np.asarray(times_s, dtype=np.float64), bins=2, range=(window.start_s, window.end_s))
     total = float(counts.sum())
     return bool(abs(float(counts[0]) - float(counts[1])) > max(tolerance * total / 2, 2 * total**0.5))
+
+
+def drifts(latencies: Sequence[float]) -> bool:
+    """Whether a latency clearly grew or shrank over the window: by its median, whose intervals are then apart.
+
+    Args:
+        latencies: in the order in which their requests ended.
+    """
+    middle = len(latencies) // 2
+    halves = [percentile(half, 0.5) for half in (latencies[:middle], latencies[middle:])]
+    fast, slow = sorted(halves, key=lambda median: median.value)
+    if fast.high is None or slow.low is None:
+        return False
+    return slow.value > (1 + DRIFT_TOLERANCE) * fast.value and slow.low > fast.high
 
 
 def is_warm(

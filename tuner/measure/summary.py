@@ -33,6 +33,9 @@ class Seen:
     """How the stage went."""
 
     window: Window
+    transient_s: float
+    """Cut off between the end of warm-up and the window, because the stream of tokens had not settled yet."""
+
     ended_by: EndedBy
     num_users_through: int
     """Users whose first request had ended when the window began."""
@@ -92,6 +95,7 @@ def summarise(
         fenced=spec.load > spec.max_num_seqs,
         workload_hash=spec.workload.hash,
         warm_up_s=window.start_s,
+        transient_s=seen.transient_s,
         measured_s=window.length_s,
         wall_s=window.end_s,
         ended_by=seen.ended_by,
@@ -162,6 +166,7 @@ def _evidence(
         measured_s=window.length_s,
         num_users_through=seen.num_users_through,
         trend=trend,
+        ttft_drifts=steady.drifts([latency.ttft_s(record) for record in sorted(completed, key=_end)]),
         num_completed=len(completed),
         num_failed=len(failures),
         num_rejected=sum(record.rejected for record in ended),
@@ -193,6 +198,10 @@ def _engine_in_flight(samples: Sequence[MetricsSnapshot]) -> float | None:
         if sample.running is not None and sample.waiting is not None
     ]
     return _mean(counts) if len(counts) >= FEWEST_SCRAPES else None
+
+
+def _end(record: RequestRecord) -> float:
+    return record.finished_s
 
 
 def _mean(values: Sequence[float], *, empty: float = _UNKNOWN) -> float:

@@ -40,6 +40,9 @@ class Evidence:
     trend: bool
     """Whether one half of the window was clearly faster than the other."""
 
+    ttft_drifts: bool
+    """Whether requests waited clearly longer, or shorter, in the second half of the window."""
+
     num_completed: int
     num_failed: int
     num_rejected: int
@@ -88,6 +91,8 @@ def _ending(seen: Evidence) -> Iterator[str]:
         )
     if seen.trend:
         yield "not steady: tokens came clearly faster in one half of the window than in the other"
+    if seen.ttft_drifts:
+        yield "not steady: TTFT was clearly longer in one half of the window than in the other"
 
 
 def _none_ended(seen: Evidence) -> bool:

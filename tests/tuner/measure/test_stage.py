@@ -72,6 +72,22 @@ async def test_what_the_first_wave_pays_is_not_in_the_figures() -> None:
     assert not {request.index for request in measured.requests if not request.warm_up} & set(range(4))
 
 
+async def test_a_start_that_outlasts_the_first_wave_is_cut_off() -> None:
+    """Ten slow turns after start-up: what comes before the load's own rate belongs to the warm-up, and says so."""
+
+    def slow_for_long(ordinal: int) -> Behaviour:
+        return Behaviour(ttft_s=0.09 if ordinal < 80 else 0.02)
+
+    async with running_stub(slow_for_long) as stub:
+        measured = await measure(stub, min_requests=10_000, max_s=5.0, max_warm_up_s=0.5)
+    record = measured.record
+    assert record.transient_s > 1.0
+    assert record.warm_up_s + record.measured_s == pytest.approx(record.wall_s)
+    assert record.ttft_p95_ms.value < 60
+    assert not {request.index for request in measured.requests if not request.warm_up} & set(range(40))
+    assert record.num_preemptions == 0
+
+
 async def test_failed_streams_make_a_stage_invalid_and_carry_no_latency() -> None:
     """One in ten streams dies after its first token: no figure may contain it."""
 

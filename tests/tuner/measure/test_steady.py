@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.tuner.measure.helpers import record
 from tuner.measure import steady
 from tuner.measure.latency import Floats, Window, finished_inside, rate_estimate
+from tuner.measure.transient import transient_end_s
 from tuner.records import Estimate, RequestRecord
 
 
@@ -83,6 +84,29 @@ def test_littles_law_holds_for_a_full_house(num_users: int, request_s: float, st
         assert ratio == pytest.approx(1.0, abs=request_s / length_s + 1e-9)
 
 
+def test_a_queue_that_grows_is_no_steady_state() -> None:
+    """Throughput is flat while requests wait longer and longer: the p95 of such a window is of no load at all."""
+    rng = np.random.default_rng(0)
+    noise = rng.lognormal(0.0, 0.3, 200)
+    assert steady.drifts((np.linspace(0.1, 2.0, 200) * noise).tolist())
+    assert steady.drifts((np.linspace(2.0, 0.1, 200) * noise).tolist())
+    assert not steady.drifts((np.linspace(1.0, 1.2, 200) * noise).tolist())
+
+
+@given(st.lists(st.floats(1e-4, 1e3), max_size=60), st.integers(0, 1000))
+def test_chance_is_no_drift(latencies: list[float], seed: int) -> None:
+    """However latencies scatter, in a random order both halves are alike; too few say nothing."""
+    shuffled = np.random.default_rng(seed).permutation(np.repeat(latencies, 20)).tolist()
+    assert not steady.drifts(shuffled[:11])
+    assert not steady.drifts([1.0] * len(shuffled))
+
+
+def test_the_noise_of_latencies_is_seldom_a_drift() -> None:
+    """A stage called unsteady is measured again: chance must not cost a fiftieth of all stages."""
+    rng = np.random.default_rng(1)
+    assert sum(steady.drifts(rng.exponential(1.0, 60).tolist()) for _ in range(1000)) <= 20
+
+
 def test_littles_law_can_fail() -> None:
     """Completions that vanish, and latencies that hold time which was not spent in flight, each show."""
     window = Window(5.0, 25.0)
@@ -109,10 +133,14 @@ def _reported(times_s: Floats, *, request_s: float, max_s: float) -> Estimate:
     for length_s in np.arange(0.1, max_s, 0.1):
         if not looks.is_due(length_s, request_s=request_s):
             continue
-        found = rate_estimate(times_s, Window(0.0, length_s), correlation_s=request_s)
+        found = rate_estimate(times_s, _settled(times_s, length_s, request_s), correlation_s=request_s)
         if steady.is_precise(found, target_relative_half_width=0.05):
             return steady.widened(found)
-    return rate_estimate(times_s, Window(0.0, max_s), correlation_s=request_s)
+    return rate_estimate(times_s, _settled(times_s, max_s, request_s), correlation_s=request_s)
+
+
+def _settled(times_s: Floats, length_s: float, request_s: float) -> Window:
+    return Window(transient_end_s(times_s, Window(0.0, length_s), request_s=request_s), length_s)
 
 
 @pytest.mark.parametrize("request_s", [0.3, 1.0, 2.0])
