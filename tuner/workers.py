@@ -26,6 +26,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 
+from tuner.records import TrialRecord
 from tuner.trial import TrialEvent, TrialSpec, WorkerLostError, run_trial
 
 LIVENESS_S = 10.0
@@ -53,20 +54,24 @@ class Workers:
         Raises:
             WorkerLostError: if the worker's process dies; the next trial gets a new one.
         """
+        has_ended = False
         try:
             if self._worker is None:
                 _start_ray()
                 self._worker = ray.remote(num_cpus=1, max_restarts=0)(_Worker).remote()
             events = self._worker.run.remote(spec)
             while (reference := _next(events)) is not None:
-                yield ray.get(reference)
+                event = ray.get(reference)
+                has_ended = isinstance(event, TrialRecord)
+                yield event
         except (ray.exceptions.RayError, _NodeLostError, _RayStartError) as error:
             self._discard()
             ray.shutdown()  # whatever is left of the instance: the next trial gets a new one
             first_line = str(error).strip().partition("\n")[0]
             raise WorkerLostError(f"the worker of trial {spec.number} died: {first_line}") from error
         except BaseException:
-            self._discard()  # a trial given up half-way: its engine ends with its worker
+            if not has_ended:  # given up half-way: its engine ends with its worker
+                self._discard()
             raise
 
     def _discard(self) -> None:

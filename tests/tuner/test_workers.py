@@ -64,6 +64,16 @@ def test_stages_arrive_one_by_one_and_the_trial_last(pool: Workers, tmp_path: Pa
     assert trial.outcome.stages == tuple(stages)
 
 
+def test_the_next_trial_runs_in_the_worker_that_is_there(pool: Workers, tmp_path: Path) -> None:
+    """Whoever takes the trial's record and asks no further loses no second a launch to a new process."""
+    workers = []
+    for directory in (tmp_path / "first", tmp_path / "second"):
+        next(event for event in pool.run(_spec(directory, 1)) if isinstance(event, TrialRecord))
+        command = json.loads((directory / "command.json").read_text())
+        workers.append(command[command.index("--served-model-name") + 1].rpartition("-")[2])
+    assert workers[0] == workers[1]
+
+
 def test_a_killed_worker_takes_its_engine_along_and_the_next_trial_gets_a_new_one(
     pool: Workers, tmp_path: Path
 ) -> None:
