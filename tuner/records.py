@@ -179,6 +179,19 @@ class MemoryFigures(Record):
     """What the device or the operating system charged the engine's processes with (PSS on CPU)."""
 
 
+class StepFigures(Record):
+    """What the engine's steps were like over a stage's window, from the engine's own counters."""
+
+    mean_tokens: float
+    """Tokens a step computed, prefill and decode together."""
+
+    per_s: float
+    """Steps a second of one engine core; 1 over it is the time from one step to the next, idle time included."""
+
+    model_share: float | None = None
+    """Share of the window that a core spent in the model, 0 to 1; the rest it was idle or the server had to do."""
+
+
 class StageRecord(Record):
     """One load held until steady, then measured on one running engine."""
 
@@ -250,7 +263,17 @@ class StageRecord(Record):
 
     mean_running: float | None
     mean_waiting: float | None
+    mean_waiting_deferred: float | None = None
+    """Of those waiting, the ones that wait for something else than room, where the engine tells them apart."""
+
     peak_running: int | None
+    steps: StepFigures | None = None
+    """None where the engine does not count its steps."""
+
+    process_cpu_cores: tuple[float, ...] | None = None
+    """CPU use of each process of the engine while the stage was measured, in cores: first the one that was launched
+    (it speaks HTTP), then its descendants, the busiest first. None for a server that is not ours."""
+
     memory: MemoryFigures
     valid: bool
     invalid_reasons: tuple[str, ...] = ()

@@ -59,6 +59,9 @@ class StubEngine:
     prefilling: bool = False
     """Whether its KV use grows from scrape to scrape, as in a prompt that takes many steps."""
 
+    tokens_per_step: int | None = None
+    """What its metrics say a step holds; None: nothing."""
+
     num_scrapes: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
@@ -141,6 +144,10 @@ class StubEngine:
             f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}',
             f'vllm:generation_tokens_total{{engine="0"}} {float(self.generated_tokens)}',
         ]
+        if self.tokens_per_step is not None:
+            steps = self.generated_tokens // self.tokens_per_step
+            lines.append(f"vllm:iteration_tokens_total_sum {float(steps * self.tokens_per_step)}")
+            lines.append(f"vllm:iteration_tokens_total_count {float(steps)}")
         if self.preemptions is not None:
             lines.append(f'vllm:num_preemptions_total{{engine="0"}} {float(self.preemptions)}')
         if self.prefix_hit_rate is not None:
@@ -162,10 +169,12 @@ async def running_stub(
     preemptions: int | None = 0,
     prefix_hit_rate: float | None = None,
     prefilling: bool = False,
+    tokens_per_step: int | None = None,
 ) -> AsyncIterator[StubEngine]:
     """A stub that listens on a free port of 127.0.0.1 while it is entered."""
     chosen = (lambda _: behave) if isinstance(behave, Behaviour) else behave
     stub = StubEngine(behave=chosen, preemptions=preemptions, prefix_hit_rate=prefix_hit_rate, prefilling=prefilling)
+    stub.tokens_per_step = tokens_per_step
     server = await asyncio.start_server(stub.handle, "127.0.0.1", 0, backlog=1024)
     stub.endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
     try:

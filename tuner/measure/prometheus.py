@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -22,9 +22,14 @@ _PROMPT_TOKENS = ("vllm:prompt_tokens_total",)
 _GENERATION_TOKENS = ("vllm:generation_tokens_total",)
 _PREFIX_QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 _PREFIX_HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
+_STEPS = ("vllm:iteration_tokens_total_count",)
+_STEP_TOKENS = ("vllm:iteration_tokens_total_sum",)
+_MODEL_S = ("engine:step_seconds_sum",)
+_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _SNAPSHOT_NAMES = (
     *(*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS),
     *(*_PROMPT_TOKENS, *_GENERATION_TOKENS, *_PREFIX_QUERIES, *_PREFIX_HITS),
+    *(*_STEPS, *_STEP_TOKENS, *_MODEL_S, _WAITING_BY_REASON),
 )
 
 _MEMORY_BYTES = "engine:memory_bytes"
@@ -33,6 +38,8 @@ _BLOCK_PART = "kv_block"
 
 _SCRAPE_INTERVAL_S = 0.2
 _SCRAPE_TIMEOUT_S = 2.0
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +59,23 @@ class MetricsSnapshot:
     generation_tokens: int | None
     prefix_queries: int | None
     prefix_hits: int | None
+    waiting_deferred: int | None = None
+    """Of those waiting, the ones that wait for something else than room."""
+
+    num_cores: int | None = None
+    """How many engine cores count steps."""
+
+    steps: int | None = None
+    """Steps since the start, all cores together."""
+
+    step_tokens: int | None = None
+    """Tokens that those steps computed."""
+
+    model_s: float | None = None
+    """Seconds that the steps took in the model, all cores together."""
 
 
-def increase(before: int | None, after: int | None) -> int | None:
+def increase(before: Number | None, after: Number | None) -> Number | None:
     """How much a counter grew; None where either end is unknown or the counter was reset in between."""
     if before is None or after is None or after < before:
         return None
@@ -65,7 +86,8 @@ def parse_snapshot(text: str, *, at_s: float) -> MetricsSnapshot:
     """Read a page. Several engines' gauges and counters are summed; of a name's old and new spelling one is read."""
     values: dict[str, list[float]] = {}
     for sample in _samples(text, _SNAPSHOT_NAMES):
-        values.setdefault(sample.name, []).append(sample.value)
+        deferred = sample.name == _WAITING_BY_REASON and sample.labels.get("reason") == "deferred"
+        values.setdefault("deferred" if deferred else sample.name, []).append(sample.value)
 
     def series(names: tuple[str, ...]) -> list[float] | None:
         return next((values[name] for name in names if name in values), None)
@@ -74,7 +96,7 @@ def parse_snapshot(text: str, *, at_s: float) -> MetricsSnapshot:
         found = series(names)
         return None if found is None else round(sum(found))
 
-    usage = series(_KV_USAGE)
+    usage, steps, model_s = series(_KV_USAGE), series(_STEPS), series(_MODEL_S)
     return MetricsSnapshot(
         at_s=at_s,
         running=total(_RUNNING),
@@ -85,6 +107,11 @@ def parse_snapshot(text: str, *, at_s: float) -> MetricsSnapshot:
         generation_tokens=total(_GENERATION_TOKENS),
         prefix_queries=total(_PREFIX_QUERIES),
         prefix_hits=total(_PREFIX_HITS),
+        waiting_deferred=total(("deferred",)),
+        num_cores=None if steps is None else len(steps),
+        steps=total(_STEPS),
+        step_tokens=total(_STEP_TOKENS),
+        model_s=None if model_s is None else sum(model_s),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from tuner.load.generator import ClosedLoop
 from tuner.load.workload import requests
 from tuner.measure import latency, stall, steady
+from tuner.measure.cpu import cores_used, cpu_times
 from tuner.measure.latency import Window
 from tuner.measure.memory import PssSampler
 from tuner.measure.prometheus import MetricsSnapshot, Scraper
@@ -49,7 +50,7 @@ async def measure_stage(spec: StageSpec, target: Target) -> MeasuredStage:
         pss = await stack.enter_async_context(PssSampler(target.root_pid))
         await stack.enter_async_context(generator)
         scraper = await stack.enter_async_context(Scraper(target.endpoint, origin_s=generator.log.origin_s))
-        seen = await _Watch(spec, generator, scraper).run()
+        seen = await _Watch(spec, generator, scraper, root_pid=target.root_pid).run()
     records = settle(generator.log.records, seen)
     record = summarise(
         spec, target, seen, generator.log, records=records, samples=scraper.samples, device_peak_bytes=pss.peak_bytes
@@ -60,20 +61,23 @@ async def measure_stage(spec: StageSpec, target: Target) -> MeasuredStage:
 class _Watch:
     """Looks at the load ten times a second and decides when the window begins and ends."""
 
-    def __init__(self, spec: StageSpec, generator: ClosedLoop, scraper: Scraper) -> None:
+    def __init__(self, spec: StageSpec, generator: ClosedLoop, scraper: Scraper, *, root_pid: int | None) -> None:
         self._spec = spec
         self._generator = generator
         self._log = generator.log
         self._scraper = scraper
+        self._root_pid = root_pid
 
     async def run(self) -> Seen:
         """Warm up, measure, and say how it went."""
         stopped = await self._warm_up()
         num_users_through = self._generator.num_users_through
         before = None if stopped else await self._scraper.scrape()
+        cpu_before, cpu_from_s = await asyncio.to_thread(cpu_times, self._root_pid), self._log.now_s()
         warm_s = self._log.now_s()
         ended_by = stopped or await self._measure(warm_s)
         window, before = self._settled(Window(warm_s, max(self._log.now_s(), warm_s + 1e-3)), before)
+        cpu_after, cpu_to_s = await asyncio.to_thread(cpu_times, self._root_pid), self._log.now_s()
         after = None if ended_by == "stalled" else await self._scraper.scrape()
         if ended_by == "time" and self._never_moved(warm_s):
             ended_by = "stalled"
@@ -84,6 +88,7 @@ class _Watch:
             num_users_through=num_users_through,
             before=before,
             after=after,
+            process_cpu_cores=cores_used(cpu_before, cpu_after, elapsed_s=cpu_to_s - cpu_from_s),
         )
 
     async def _warm_up(self) -> EndedBy | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -13,10 +13,10 @@ from tuner.load.generator import LoadLog
 from tuner.measure import latency, steady
 from tuner.measure.latency import Window
 from tuner.measure.memory import memory_figures
-from tuner.measure.prometheus import MetricsSnapshot, increase
+from tuner.measure.prometheus import MetricsSnapshot, Number, increase
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.validity import Evidence, invalid_reasons
-from tuner.records import Estimate, RequestRecord, StageRecord
+from tuner.records import Estimate, RequestRecord, StageRecord, StepFigures
 
 EndedBy = Literal["precise", "time", "failures", "stalled"]
 
@@ -24,8 +24,6 @@ FEWEST_SCRAPES = 10
 """So many must tell how full the engine was before that is held against the sender's count."""
 
 _UNKNOWN = float("nan")
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,10 @@ class Seen:
     after: MetricsSnapshot | None
     """Scraped as the window ended."""
 
-    def grown(self, counter: Callable[[MetricsSnapshot], int | None]) -> int | None:
+    process_cpu_cores: tuple[float, ...] | None = None
+    """CPU use of the engine's processes while it was measured; None: not ours to look at."""
+
+    def grown(self, counter: Callable[[MetricsSnapshot], Number | None]) -> Number | None:
         """How much one of the engine's counters grew over the window; None where that is unknown."""
         if self.before is None or self.after is None:
             return None
@@ -118,12 +119,31 @@ def summarise(
         kv_cache_usage_peak=kv_cache_usage_peak,
         mean_running=_mean_known([sample.running for sample in inside]),
         mean_waiting=_mean_known([sample.waiting for sample in inside]),
+        mean_waiting_deferred=_mean_known([sample.waiting_deferred for sample in inside]),
         peak_running=_most([sample.running for sample in inside]),
+        steps=_steps(seen),
+        process_cpu_cores=seen.process_cpu_cores,
         memory=memory_figures(
             target.memory, kv_cache_usage_peak=kv_cache_usage_peak, device_peak_bytes=device_peak_bytes
         ),
         valid=not reasons,
         invalid_reasons=reasons,
+    )
+
+
+def _steps(seen: Seen) -> StepFigures | None:
+    """What the engine's steps were like; None where it does not count them, or a scrape at an end failed."""
+    if seen.before is None or seen.after is None or not seen.after.num_cores:
+        return None
+    steps, tokens = seen.grown(lambda metrics: metrics.steps), seen.grown(lambda metrics: metrics.step_tokens)
+    between_s = seen.after.at_s - seen.before.at_s
+    if not steps or tokens is None or between_s <= 0:
+        return None
+    model_s = seen.grown(lambda metrics: metrics.model_s)
+    return StepFigures(
+        mean_tokens=tokens / steps,
+        per_s=steps / between_s / seen.after.num_cores,
+        model_share=None if model_s is None else model_s / between_s / seen.after.num_cores,
     )
 
 

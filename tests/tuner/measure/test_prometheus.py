@@ -31,6 +31,15 @@ engine:memory_bytes{engine="1",part="weights"} 1.048576e+06
 engine:memory_bytes{engine="1",part="kv_cache"} 1024.0
 engine:memory_bytes{engine="1",part="kv_block"} 16.0
 vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 2.0
+vllm:iteration_tokens_total_bucket{engine="0",le="1.0"} 5.0
+vllm:iteration_tokens_total_sum{engine="0"} 900.0
+vllm:iteration_tokens_total_sum{engine="1"} 300.0
+vllm:iteration_tokens_total_count{engine="0"} 30.0
+vllm:iteration_tokens_total_count{engine="1"} 10.0
+vllm:iteration_tokens_total_created{engine="0"} 1.7e+09
+engine:step_seconds_sum{engine="0",kind="decode"} 1.5
+engine:step_seconds_sum{engine="0",kind="mixed"} 0.25
 """
 
 
@@ -39,6 +48,26 @@ def test_all_engines_are_read_together() -> None:
     seen = parse_snapshot(TWO_ENGINES, at_s=1.5)
     assert (seen.at_s, seen.running, seen.waiting, seen.kv_cache_usage) == (1.5, 7, 0, 0.75)
     assert (seen.preemptions, seen.prompt_tokens, seen.generation_tokens) == (19, 1_200_000, 5)
+
+
+def test_steps_are_read_from_the_histogram_of_all_cores() -> None:
+    """How many tokens a step holds, and how many steps there are, tells budget, compute and server apart."""
+    seen = parse_snapshot(TWO_ENGINES, at_s=0.0)
+    assert (seen.num_cores, seen.steps, seen.step_tokens, seen.model_s) == (2, 40, 1200, 1.75)
+    assert seen.waiting_deferred == 2
+    unknown = parse_snapshot("", at_s=0.0)
+    assert (unknown.num_cores, unknown.steps, unknown.step_tokens, unknown.model_s) == (None, None, None, None)
+    assert unknown.waiting_deferred is None
+
+
+def test_preemptions_of_two_engines_are_the_sum_of_their_increases() -> None:
+    """3 and 5 before, 10 and 9 after are 11; the first engine alone would show 7."""
+
+    def page(first: int, second: int) -> str:
+        return f'vllm:num_preemptions_total{{engine="0"}} {first}\nvllm:num_preemptions_total{{engine="1"}} {second}\n'
+
+    before, after = (parse_snapshot(page(*counts), at_s=0.0).preemptions for counts in ((3, 5), (10, 9)))
+    assert increase(before, after) == 11
 
 
 def test_what_is_not_there_is_unknown() -> None:

@@ -52,12 +52,25 @@ async def test_a_sound_stage_reports_what_the_stub_did() -> None:
     assert (record.num_preemptions, record.kv_cache_usage_peak) == (0, 0.25)
     assert (record.memory.reserved_bytes, record.memory.in_use_peak_bytes) == (100, 25)
     assert record.memory.device_peak_bytes is not None
+    assert record.process_cpu_cores is not None
+    assert record.process_cpu_cores[0] > 0
+    assert record.steps is None
     assert record.send_slip_p95_ms > 0
     assert stub.peak_in_flight == 4
     assert all(5 <= token < 50 for body in stub.bodies for token in body["prompt"])
     counted = [request for request in measured.requests if not request.warm_up]
     assert len(counted) == record.num_completed
     assert StageRecord.model_validate_json(record.model_dump_json()) == record
+
+
+async def test_the_engines_steps_are_counted_over_the_window() -> None:
+    """Tokens a step tell a full token budget from steps that are merely slow."""
+    async with running_stub(Behaviour(itl_s=0.01), tokens_per_step=8) as stub:
+        record = (await measure(stub, target_relative_half_width=0.9)).record
+    assert record.steps is not None
+    assert record.steps.mean_tokens == pytest.approx(8)
+    assert record.steps.per_s > 0
+    assert record.steps.model_share is None
 
 
 async def test_what_the_first_wave_pays_is_not_in_the_figures() -> None:
