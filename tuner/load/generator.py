@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 from tuner.load.client import completion_bytes, read_completion
 from tuner.load.connection import Connection, Endpoint, Exchange, connect
@@ -19,6 +25,8 @@ _PAUSE_AFTER_FAILURE_S = 0.2
 """A user whose request failed or was refused waits this long: a dead server is not hammered."""
 
 _LAG_PROBE_S = 0.05
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -51,9 +59,14 @@ class LoadLog:
 
     def note_events(self, at_s: float, num_events: int) -> None:
         """Count stream events that arrived in one read."""
-        at_s -= self.origin_s
-        for _ in range(num_events):
-            self.event_times_s.append(at_s)
+        if num_events == 1:
+            self.event_times_s.append(at_s - self.origin_s)
+        else:
+            self.event_times_s.extend([at_s - self.origin_s] * num_events)
+
+    def events_since(self, at_s: float) -> Floats:
+        """When stream events arrived from then on: a copy of the meter's end, however long the meter is."""
+        return np.array(self.event_times_s[bisect_left(self.event_times_s, at_s) :])
 
     def note_flight(self, change: int) -> None:
         """A request took off (+1) or ended (-1)."""
@@ -72,17 +85,18 @@ class LoadLog:
 @dataclass(slots=True)
 class _User:
     connection: Connection | None
-    draft: tuple[PromptRequest, bytes]
-    """The next request, made while the last one was in flight."""
-
-    unread: list[tuple[PromptRequest, Exchange]] = field(default_factory=list)
-    """Sent, and not yet turned into a record."""
+    sent: tuple[PromptRequest, Exchange] | None = None
+    """What is in flight."""
 
     num_ended: int = 0
 
 
 class ClosedLoop:
     """`load` users, each of whom sends a request the moment the previous one ended.
+
+    The next request leaves in the very call that saw the answer's end. Writing out further prompts and reading answers
+    come after, one at a time with a look at all sockets in between: done on the way, they would make every user whose
+    answer ends at the same time wait for all others' paperwork.
 
     An async context manager: leaving it closes the sockets of requests in flight, so that the engine drops them,
     and records those as unfinished. There is no cap on connections.
@@ -95,7 +109,12 @@ class ClosedLoop:
         self._prompts = prompts
         self._load = load
         self._users: list[_User] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drafts: deque[tuple[PromptRequest, bytes]] = deque()
+        self._unread: deque[tuple[PromptRequest, Exchange]] = deque()
+        """Ended, and not yet turned into a record."""
+
+        self._has_paperwork = asyncio.Event()
 
     @property
     def num_users_through(self) -> int:
@@ -105,29 +124,42 @@ class ClosedLoop:
     async def __aenter__(self) -> Self:
         # Connected and written out beforehand, so that the first sends do not queue behind each other.
         connections = await asyncio.gather(*(self._try_connect() for _ in range(self._load)))
-        self._users = [
-            _User(connection=None if isinstance(connection, str) else connection, draft=self._draft())
-            for connection in connections
-        ]
+        self._drafts.extend(self._draft() for _ in range(self._load))
+        self._users = [_User(None if isinstance(found, str) else found) for found in connections]
         self.log.origin_s = perf_counter()
-        self._tasks = [asyncio.create_task(self._run_user(user)) for user in self._users]
-        self._tasks.append(asyncio.create_task(self._probe_lag()))
+        for user in self._users:
+            self._send(user, self.log.origin_s)
+        self._start(self._do_paperwork())
+        self._start(self._probe_lag())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         now_s = perf_counter()
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        in_flight = [user.sent for user in self._users if user.sent is not None]
         for user in self._users:
-            self._read(user, now_s)
+            user.sent = None
             if user.connection is not None:
                 user.connection.abort()
+        for sent in (*self._unread, *in_flight):
+            self._read(sent, now_s)
         for result in ended:
             if isinstance(result, Exception):
                 raise result
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            self._tasks.discard(task)
 
     def _draft(self) -> tuple[PromptRequest, bytes]:
         request = next(self._prompts)
@@ -140,47 +172,69 @@ class ClosedLoop:
             return f"no connection to {self._endpoint.host}:{self._endpoint.port}: {error}"
         return connection if connection.is_open else "the server closed the connection at once"
 
-    async def _run_user(self, user: _User) -> None:
-        intended_s = self.log.origin_s
-        while True:
-            exchange = await self._send(user, intended_s)
-            user.num_ended += 1
-            if exchange.succeeded and exchange.ended_s is not None:
-                intended_s = exchange.ended_s
-            else:
-                self._read(user, perf_counter())
-                await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
-                intended_s = perf_counter()
-
-    async def _send(self, user: _User, intended_s: float) -> Exchange:
-        """Send the draft; while it is in flight, read the previous answer and make the next draft."""
-        request, payload = user.draft
+    def _send(self, user: _User, intended_s: float) -> None:
+        """Send the user's next request now, or begin to connect."""
         if user.connection is None or not user.connection.is_open:
-            outcome = await self._try_connect()
-            if isinstance(outcome, str):
-                now_s = perf_counter()
-                failed = Exchange(intended_s=intended_s, sent_s=now_s, ended_s=now_s, fault=outcome)
-                user.unread.append((request, failed))
-                user.draft = self._draft()
-                return failed
-            user.connection = outcome
-        exchange, done = user.connection.start(payload, intended_s=intended_s)
+            self._start(self._send_on_new_connection(user, intended_s))
+            return
+        request, payload = self._next_draft()
+        exchange, _ = user.connection.start(payload, intended_s=intended_s, on_end=partial(self._ended, user))
+        user.sent = request, exchange
         self.log.note_flight(+1)
-        self._read(user, perf_counter())
-        user.unread.append((request, exchange))
-        user.draft = self._draft()
-        try:
-            await done
-        finally:
-            self.log.note_flight(-1)
-        return exchange
+        self._has_paperwork.set()
 
-    def _read(self, user: _User, now_s: float) -> None:
-        for request, exchange in user.unread:
-            record = read_completion(exchange, request, origin_s=self.log.origin_s, now_s=now_s)
-            self.log.records.append(record)
-            self.log.sent_prompt_tokens[request.index] = len(request.prompt_token_ids)
-        user.unread.clear()
+    def _ended(self, user: _User, exchange: Exchange) -> None:
+        """An answer has ended, well or badly; called by the connection."""
+        if user.sent is None:
+            return
+        self._unread.append(user.sent)
+        user.sent = None
+        user.num_ended += 1
+        self.log.note_flight(-1)
+        if exchange.succeeded and exchange.ended_s is not None:
+            self._send(user, exchange.ended_s)
+        else:
+            self._has_paperwork.set()
+            self._start(self._send_after_pause(user))
+
+    async def _send_after_pause(self, user: _User) -> None:
+        await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
+        self._send(user, perf_counter())
+
+    async def _send_on_new_connection(self, user: _User, intended_s: float) -> None:
+        outcome = await self._try_connect()
+        if isinstance(outcome, Connection):
+            user.connection = outcome
+            self._send(user, intended_s)
+            return
+        now_s = perf_counter()
+        request, _ = self._next_draft()
+        self._unread.append((request, Exchange(intended_s=intended_s, sent_s=now_s, ended_s=now_s, fault=outcome)))
+        self._has_paperwork.set()
+        user.num_ended += 1
+        await self._send_after_pause(user)
+
+    def _next_draft(self) -> tuple[PromptRequest, bytes]:
+        return self._drafts.popleft() if self._drafts else self._draft()
+
+    async def _do_paperwork(self) -> None:
+        """Keep a draft in stock for every user and read answers; between any two the event loop sees to its sockets."""
+        while True:
+            if len(self._drafts) < self._load:
+                self._drafts.append(self._draft())
+                await asyncio.sleep(0)
+            if self._unread:
+                self._read(self._unread.popleft(), perf_counter())
+                await asyncio.sleep(0)
+            elif len(self._drafts) >= self._load:
+                self._has_paperwork.clear()
+                await self._has_paperwork.wait()
+
+    def _read(self, sent: tuple[PromptRequest, Exchange], now_s: float) -> None:
+        request, exchange = sent
+        record = read_completion(exchange, request, origin_s=self.log.origin_s, now_s=now_s)
+        self.log.records.append(record)
+        self.log.sent_prompt_tokens[request.index] = len(request.prompt_token_ids)
 
     async def _probe_lag(self) -> None:
         due_s = perf_counter()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-
-import numpy as np
 
 from tuner.load.generator import ClosedLoop
 from tuner.load.workload import requests
@@ -58,6 +57,26 @@ async def measure_stage(spec: StageSpec, target: Target) -> MeasuredStage:
     return MeasuredStage(record=record, requests=tuple(records), samples=tuple(scraper.samples))
 
 
+class _Successes:
+    """Counts requests that ended well since a moment; a look costs what is new, however long the stage."""
+
+    def __init__(self, records: Sequence[RequestRecord], *, since_s: float) -> None:
+        self.count = 0
+        self._records = records
+        self._since_s = since_s
+        self._num_seen = 0
+        self._sum_s = 0.0
+
+    def mean_e2e_s(self) -> float:
+        """Mean duration up to now; 0 where there is none."""
+        for record in self._records[self._num_seen :]:
+            self._num_seen += 1
+            if record.error is None and not record.unfinished and record.finished_s >= self._since_s:
+                self.count += 1
+                self._sum_s += latency.e2e_s(record)
+        return self._sum_s / self.count if self.count else 0.0
+
+
 class _Watch:
     """Looks at the load ten times a second and decides when the window begins and ends."""
 
@@ -92,48 +111,52 @@ class _Watch:
         )
 
     async def _warm_up(self) -> EndedBy | None:
+        ended = _Successes(self._log.records, since_s=0.0)
         while self._log.now_s() < self._spec.max_warm_up_s:
             await asyncio.sleep(_POLL_S)
             if stopped := self._hopeless():
                 return stopped
+            now_s, request_s = self._log.now_s(), ended.mean_e2e_s()
             if steady.is_warm(
                 load=self._spec.load,
                 num_users_through=self._generator.num_users_through,
-                times_s=np.array(self._log.event_times_s),
-                now_s=self._log.now_s(),
-                request_s=mean_e2e_s(self._log.records),
+                times_s=self._log.events_since(now_s - request_s),
+                now_s=now_s,
+                request_s=request_s,
             ):
                 return None
         return None
 
     async def _measure(self, start_s: float) -> EndedBy:
         looks = steady.Looks(self._spec.min_s)
+        ended = _Successes(self._log.records, since_s=start_s)
         while (elapsed_s := self._log.now_s() - start_s) < self._spec.max_s:
             await asyncio.sleep(min(_POLL_S, self._spec.max_s - elapsed_s))
             if stopped := self._hopeless():
                 return stopped
-            if self._knows_enough(Window(start_s, self._log.now_s()), looks):
+            if self._knows_enough(Window(start_s, self._log.now_s()), looks, ended):
                 return "precise"
         return "time"
 
     def _settled(self, span: Window, before: MetricsSnapshot | None) -> tuple[Window, MetricsSnapshot | None]:
         """The part of `span` after its transient, and the scrape it begins with: it begins with one, or is all."""
         request_s = mean_e2e_s(latency.finished_inside(self._log.records, span))
-        settled_s = transient_end_s(np.array(self._log.event_times_s), span, request_s=request_s)
+        settled_s = transient_end_s(self._log.events_since(span.start_s), span, request_s=request_s)
         first = next((sample for sample in self._scraper.samples if sample.at_s >= settled_s), None)
         if first is None or settled_s == span.start_s or first.at_s >= (span.start_s + span.end_s) / 2:
             return span, before
         return Window(first.at_s, span.end_s), first
 
-    def _knows_enough(self, span: Window, looks: steady.Looks) -> bool:
-        ended = [record for record in latency.finished_inside(self._log.records, span) if record.error is None]
-        if len(ended) < self._spec.min_requests or not looks.is_due(span.length_s, request_s=mean_e2e_s(ended)):
+    def _knows_enough(self, span: Window, looks: steady.Looks, ended: _Successes) -> bool:
+        request_s = ended.mean_e2e_s()
+        if ended.count < self._spec.min_requests or not looks.is_due(span.length_s, request_s=request_s):
             return False
         window, _ = self._settled(span, None)
-        if sum(window.holds(record.finished_s) for record in ended) < self._spec.min_requests:
+        settled = [record for record in latency.finished_inside(self._log.records, window) if record.error is None]
+        if len(settled) < self._spec.min_requests:
             return False
         # Events, not tokens: counting tokens means parsing every stream in flight. The two are proportional.
-        rate = latency.rate_estimate(np.array(self._log.event_times_s), window, correlation_s=mean_e2e_s(ended))
+        rate = latency.rate_estimate(self._log.events_since(window.start_s), window, correlation_s=request_s)
         return steady.is_precise(rate, target_relative_half_width=self._spec.target_relative_half_width)
 
     def _hopeless(self) -> EndedBy | None:

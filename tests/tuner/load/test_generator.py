@@ -52,6 +52,24 @@ async def test_a_user_sends_again_when_its_answer_has_ended_and_never_twice_the_
     assert sum(record.error is None and not record.unfinished for record in records) >= 30
 
 
+async def test_no_user_waits_for_the_paperwork_of_another() -> None:
+    """Prompts written out or answers read between one user's end and another's next send count as the engine's TTFT."""
+    seen: list[int] = []
+
+    def watched() -> Iterator[PromptRequest]:
+        for request in prompts():
+            seen.append(generator.log.num_in_flight)
+            yield request
+
+    async with running_stub(Behaviour(ttft_s=0.05)) as stub:
+        generator = ClosedLoop(endpoint=stub.endpoint, model="m", load=8, prompts=watched())
+        async with generator:
+            await until(lambda: len(generator.log.records) >= 40)
+    before_the_first_send, later = seen[:8], seen[8:]
+    assert before_the_first_send == [0] * 8
+    assert set(later) == {8}
+
+
 async def test_the_end_of_a_stage_drops_what_is_in_flight() -> None:
     """Requests that nobody reads any more must leave the engine, or they burden the next stage."""
     slow = Behaviour(itl_s=0.02, num_tokens=10_000)
