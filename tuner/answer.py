@@ -143,6 +143,16 @@ class Profile(Record):
     burst: BurstEvidence | None = None
 
 
+class LaunchNoise(Record):
+    """How much throughput differs between launches of one and the same schedule, told from this run's own launches."""
+
+    relative_sd: float = Field(ge=0)
+    """Standard deviation as a share of the figure, beyond what a stage's own interval shows."""
+
+    num_launches: int
+    degrees_of_freedom: int
+
+
 class Baseline(Record):
     """The engine's own defaults, and what production is worth beside them."""
 
@@ -203,6 +213,9 @@ class Recommendation(Record):
     protective: Profile | None
     baseline: Baseline | None
     pareto: tuple[ParetoPoint, ...] = ()
+    launch_noise: LaunchNoise | None = None
+    """None where too few launches shared a schedule: intervals of several launches are then their envelope."""
+
     safe_rate_rps: Estimate | None = None
     least_violating_trial: int | None = None
     """Where no setting meets the SLO: the one that comes closest."""

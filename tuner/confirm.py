@@ -8,61 +8,90 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tuner.analysis.combine import ratio
+from tuner.analysis.noise import launch_noise
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, judge_burst
-from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective
+from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective, stages_of
 from tuner.answer import Slo
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
 from tuner.oom_lessons import ruled_out
 from tuner.planning import MAX_PROTECTIVE_LAUNCHES
-from tuner.records import EngineConfig, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import EngineConfig, Estimate, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore, read_requests
-
-ORDER = (
-    TrialRole.CONFIRM_PRODUCTION,
-    TrialRole.CONFIRM_BASELINE,
-    TrialRole.CONFIRM_BASELINE,
-    TrialRole.CONFIRM_PRODUCTION,
-)
-"""Launches in turn and back: what drifts on the machine meanwhile meets both alike."""
+from tuner.wording import config_text
 
 
 def confirm_production(
     choice: ProductionChoice, defaults: EngineConfig, launches: Launches, *, burst_load: int
-) -> ConfirmedPair:
+) -> tuple[ProductionChoice, ConfirmedPair]:
     """Launch production and the defaults in turn, at the operating point and at twice its load.
 
-    Production's last launch is hit with the burst besides, so that protective has something to be compared with. Where
-    the job's time is up after one launch of each, that is all. Defaults that ran out of memory are not launched again.
+    A close call takes part: where the search had seen a larger setting give more, but within noise, that rival is
+    launched in turn with the two, and is production if it is ahead beyond noise now that nobody picked the figure.
+    They go in turn and back, so that what drifts on the machine meanwhile meets all alike. Production's last launch is
+    hit with the burst besides, so that protective has something to be compared with. Where the job's time is up after
+    one launch of each, that is all. Defaults that ran out of memory are not launched again.
+
+    Returns:
+        The choice that stands, and the launches of it and of the defaults.
     """
-    load = choice.stage.load
-    steps = (LadderStep(kind=StageKind.OPERATING, load=load), LadderStep(kind=StageKind.DOUBLE, load=2 * load))
-    burst = LadderStep(kind=StageKind.BURST, load=burst_load)
-    settings = {
-        TrialRole.CONFIRM_PRODUCTION: (choice.config, "production"),
-        TrialRole.CONFIRM_BASELINE: (defaults, "defaults"),
-    }
-    order: tuple[TrialRole, ...] = ORDER
+    candidates = [choice] if choice.rival is None else [choice, choice.rival]
+    turn: list[ProductionChoice | None] = [*candidates, None]
     hopeless = ruled_out(defaults, launches.trials)
     if hopeless is not None:
         launches.note(f"the defaults are not re-measured beside production: {hopeless.detail}")
-        order = tuple(role for role in ORDER if role is not TrialRole.CONFIRM_BASELINE)
-    launches.expect(len(order) + MAX_PROTECTIVE_LAUNCHES)
-    trials: list[TrialRecord] = []
-    for number, role in enumerate(order, start=1):
-        config, origin = settings[role]
-        plan = FixedSteps(
-            steps=(*steps, burst) if number == len(order) else steps,
-            request_rate_rps=choice.stage.request_throughput_rps,
-        )
-        trials.append(launches.run(role, config, origin=origin, plan=plan))
-        if number == len(order) // 2 and launches.is_time_up():
-            launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
-            break
-    return ConfirmedPair(
-        production=tuple(trial for trial in trials if trial.role is TrialRole.CONFIRM_PRODUCTION),
-        baseline=tuple(trial for trial in trials if trial.role is TrialRole.CONFIRM_BASELINE),
-    )
+        turn.remove(None)
+    launches.expect(2 * len(turn) + MAX_PROTECTIVE_LAUNCHES)
+    first = [(each, _confirm_once(each, candidates, defaults, launches, burst_load=None)) for each in turn]
+    if launches.is_time_up():
+        launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
+        return _stands(choice, first, launches)
+    again = [(each, _confirm_once(each, candidates, defaults, launches, burst_load=burst_load)) for each in turn[::-1]]
+    return _stands(choice, [*first, *again], launches)
+
+
+def _confirm_once(
+    each: ProductionChoice | None,
+    candidates: Sequence[ProductionChoice],
+    defaults: EngineConfig,
+    launches: Launches,
+    *,
+    burst_load: int | None,
+) -> TrialRecord:
+    """One launch: of a candidate at its own load, with the burst at the end if there is one; of the defaults (None)."""
+    stages = [candidate.stage for candidate in candidates] if each is None else [each.stage]
+    loads = sorted({stage.load for stage in stages})
+    steps = [LadderStep(kind=StageKind.OPERATING, load=load) for load in loads]
+    steps += [LadderStep(kind=StageKind.DOUBLE, load=2 * load) for load in loads]
+    if each is not None and burst_load is not None:
+        steps.append(LadderStep(kind=StageKind.BURST, load=burst_load))
+    plan = FixedSteps(steps=tuple(steps), request_rate_rps=min(stage.request_throughput_rps for stage in stages))
+    if each is None:
+        return launches.run(TrialRole.CONFIRM_BASELINE, defaults, origin="defaults", plan=plan)
+    origin = "production" if each is candidates[0] else "rival"
+    return launches.run(TrialRole.CONFIRM_PRODUCTION, each.config, origin=origin, plan=plan)
+
+
+def _stands(
+    choice: ProductionChoice, made: Sequence[tuple[ProductionChoice | None, TrialRecord]], launches: Launches
+) -> tuple[ProductionChoice, ConfirmedPair]:
+    """Who is production: the choice, or its rival where that is faster beyond noise."""
+
+    def of(who: ProductionChoice | None) -> tuple[TrialRecord, ...]:
+        return tuple(trial for each, trial in made if each is who)
+
+    standing, rival = choice, choice.rival
+    if rival is not None:
+        ahead = ratio(_throughputs(of(rival)), _throughputs(of(choice)), launch_noise(launches.trials))
+        if ahead is not None and ahead.low is not None and ahead.low > 1:
+            launches.note(f"{config_text(rival.config)} gives {ahead.value:.2f} times as much, beyond noise: taken")
+            standing = rival
+    return standing, ConfirmedPair(production=of(standing), baseline=of(None))
+
+
+def _throughputs(trials: Sequence[TrialRecord]) -> list[Estimate]:
+    return [stage.output_throughput for stage in stages_of(trials, StageKind.OPERATING)]
 
 
 def try_protective(

@@ -12,8 +12,8 @@ from tuner.space import combinations
 ASSUMED_START_S = 8.0
 """A guess at one engine start, used until a launch has been seen; a plan says that it is one. Unit: seconds."""
 
-CONFIRMATION_LAUNCHES = 4
-"""Production and the defaults, twice each."""
+CONFIRMATION_LAUNCHES = 6
+"""Production, a rival where it was a close call, and the defaults, twice each."""
 
 CONFIRMATION_STAGES = 2
 """The operating point and twice its load."""

@@ -108,7 +108,8 @@ def _confirm(
     for _ in range(MAX_CHOICES):
         if choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
             break
-        pair = confirm_production(choice, defaults, launches, burst_load=_burst_load(choice, choice.stage.load))
+        burst_load = _burst_load(choice, choice.stage.load)
+        choice, pair = confirm_production(choice, defaults, launches, burst_load=burst_load)
         reason = refutation(choice, pair, slo)
         if reason is None:
             broken = job.broken_by(choice.config)

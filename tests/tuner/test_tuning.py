@@ -103,12 +103,44 @@ def test_production_stands_left_of_the_knee_and_is_confirmed_beside_the_defaults
     assert answer.knee.load is not None
     assert answer.production is not None
     assert answer.production.config.max_num_seqs == answer.production.operating_point.load < answer.knee.load
-    roles = [trial.role for trial in store.trials() if trial.role is not TrialRole.STUDY]
-    there = [TrialRole.CONFIRM_PRODUCTION, TrialRole.CONFIRM_BASELINE]
-    assert roles[:4] == [*there, *reversed(there)]
+    origins = [
+        trial.origin for trial in store.trials() if trial.role is not TrialRole.STUDY and trial.origin != "rival"
+    ]
+    there = ["production", "defaults"]
+    assert origins[:4] == [*there, *reversed(there)]
     assert answer.baseline is not None
     assert answer.baseline.throughput_gain is not None
     assert math.isclose(answer.baseline.throughput_gain.value, 1.0, abs_tol=0.01)
+
+
+@pytest.mark.parametrize("ahead", [1.0, 1.5])
+def test_a_close_call_is_decided_by_launches_in_turn(tmp_path: Path, ahead: float) -> None:
+    """The smaller of two settings within noise is taken only if the larger does not turn out faster after all."""
+    running: list[TrialSpec] = []
+
+    def remember(spec: TrialSpec) -> None:
+        running.append(spec)
+
+    def faster_again(made: StageRecord) -> StageRecord:
+        made = _saturating(made)
+        larger = running[-1].config.max_num_batched_tokens >= 512
+        factor = {"rival": ahead, "production": 1.0}.get(running[-1].origin, 1.05 if larger else 1.0)
+        return made.model_copy(update={"output_throughput": estimate(factor * made.output_throughput.value)})
+
+    answer, store, workers = _run(tmp_path, reshape=faster_again, fails=remember)
+    rivals = [spec.config for spec in workers.launched if spec.origin == "rival"]
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.production is not None
+    assert answer.baseline is not None
+    origins = [trial.origin for trial in store.trials() if trial.role is not TrialRole.STUDY]
+    assert origins[:6] == ["production", "rival", "defaults", "defaults", "rival", "production"]
+    assert (answer.production.config == rivals[0]) is (ahead > 1)
+    assert answer.production.operating_point.load == answer.production.config.max_num_seqs
+    assert answer.baseline.operating_point is not None
+    assert answer.baseline.operating_point.load == answer.production.operating_point.load
+    if ahead > 1:
+        assert answer.baseline.throughput_gain is not None
+        assert answer.baseline.throughput_gain.value > 1.1
 
 
 def test_protective_is_below_production_and_was_tried_with_the_burst(tmp_path: Path) -> None:
@@ -156,7 +188,7 @@ def test_a_production_that_its_own_launches_refute_is_never_deployed(tmp_path: P
     assert answer.knee is None
     assert "refuted" in answer.reason
     assert "900 of 80 ms" in answer.reason
-    confirmed = [trial.config for trial in store.trials() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    confirmed = [trial.config for trial in store.trials() if trial.origin == "production"]
     assert len(set(map(str, confirmed))) == 2
 
 
@@ -326,7 +358,7 @@ def test_a_share_that_fails_at_graph_capture_is_launched_once_and_production_kee
     assert answer.production is not None
     assert answer.production.config.gpu_memory_utilization == 0.95
     assert any("0.97 lowered to 0.95" in sentence for sentence in answer.production.evidence)
-    confirmed = [trial.config for trial in store.trials() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    confirmed = [trial.config for trial in store.trials() if trial.origin == "production"]
     assert {config.gpu_memory_utilization for config in confirmed} == {0.95}
 
 

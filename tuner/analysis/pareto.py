@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.analysis.curve import DEFAULT_RELATIVE_NOISE
-from tuner.answer import ParetoPoint
+from tuner.analysis.noise import launch_noise, widened
+from tuner.answer import LaunchNoise, ParetoPoint
 from tuner.records import EngineConfig, Estimate, Measured, StageRecord, TrialRecord, TrialRole
 
 
@@ -69,8 +70,9 @@ def pareto_front(trials: Sequence[TrialRecord]) -> tuple[ParetoPoint, ...]:
 
     Identical points are all kept, the smaller setting first.
     """
+    noise = launch_noise(trials)
     candidates = [
-        Candidate(trial.number, trial.config, stage)
+        Candidate(trial.number, trial.config, _with_launch_noise(stage, noise))
         for trial in trials
         if trial.role is TrialRole.STUDY and isinstance(trial.outcome, Measured)
         for stage in trial.outcome.stages
@@ -79,6 +81,10 @@ def pareto_front(trials: Sequence[TrialRecord]) -> tuple[ParetoPoint, ...]:
     front = [mine for mine in candidates if not any(dominates(other.stage, mine.stage) for other in candidates)]
     front.sort(key=lambda point: (-point.stage.output_throughput.value, smaller_first(point.config), point.stage.load))
     return tuple(_pareto_point(point) for point in front)
+
+
+def _with_launch_noise(stage: StageRecord, noise: LaunchNoise | None) -> StageRecord:
+    return stage.model_copy(update={"output_throughput": widened(stage.output_throughput, noise)})
 
 
 def _compare(higher: Estimate, lower: Estimate) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.analysis.knee import find_knee, points_of
+from tuner.analysis.noise import launch_noise, widened
 from tuner.analysis.pareto import overlap, smaller_first
 from tuner.analysis.slo import (
     KV_HEADROOM,
@@ -36,6 +37,9 @@ from tuner.records import (
 MEANINGFUL_CUT = 0.8
 """A parameter is meaningfully lower at this share of the ceiling's or less."""
 
+WORTH_A_LAUNCH = 0.03
+"""Share of the throughput that a tie may give up unexamined; where the search saw more, both are measured again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionChoice:
@@ -48,6 +52,8 @@ class ProductionChoice:
     """The trial's config with its fence at the stage's load, and its share at most the one that is safe."""
 
     evidence: tuple[str, ...]
+    rival: ProductionChoice | None = None
+    """The larger setting that gave the most where this one was taken as within noise of it: a close call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +94,13 @@ def choose_production(
         return None
     resolved = [choice for choice in choices if choice.knee.verdict is LadderVerdict.KNEE]
     pool = resolved or choices
-    most = max(pool, key=lambda choice: choice.stage.output_throughput.value)
-    tied = [choice for choice in pool if overlap(choice.stage.output_throughput, most.stage.output_throughput)]
-    return min(tied, key=lambda choice: (*smaller_first(choice.config), choice.trial.number))
+    noise = launch_noise(trials)
+    seen = [(choice, widened(choice.stage.output_throughput, noise)) for choice in pool]
+    most, its_throughput = max(seen, key=lambda entry: entry[1].value)
+    tied = [choice for choice, throughput in seen if overlap(throughput, its_throughput)]
+    smallest = min(tied, key=lambda choice: (*smaller_first(choice.config), choice.trial.number))
+    given_up = 1 - smallest.stage.output_throughput.value / its_throughput.value
+    return replace(smallest, rival=most) if given_up > WORTH_A_LAUNCH else smallest
 
 
 def choose_protective(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tuner.analysis.combine import operating_point_of, ratio
 from tuner.analysis.diagnosis import binding
+from tuner.analysis.noise import launch_noise
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
 from tuner.analysis.slo import KV_HEADROOM
@@ -14,6 +15,7 @@ from tuner.answer import (
     Baseline,
     BurstEvidence,
     KneeFinding,
+    LaunchNoise,
     Profile,
     Provenance,
     Recommendation,
@@ -95,7 +97,8 @@ def recommend(
 ) -> Recommendation:
     """Put the answer together; a `resolved` whose production was refuted is resolved no more."""
     choice, protective = confirmations.choice, confirmations.protective
-    production_profile = None if choice is None else _production(choice, confirmations.pair)
+    noise = launch_noise(trials)
+    production_profile = None if choice is None else _production(choice, confirmations.pair, noise)
     protective_profile = None if protective is None else _protective(protective, confirmations.pair)
     verdict, reason = _verdict(finding, choice, production_profile, confirmations.setbacks)
     simulated = provenance.simulated or any(
@@ -109,8 +112,9 @@ def recommend(
         knee_trial=None if choice is None else choice.trial.number,
         production=production_profile,
         protective=protective_profile,
-        baseline=_baseline(trials, defaults, confirmations.pair),
+        baseline=_baseline(trials, defaults, confirmations.pair, noise),
         pareto=pareto_front(trials),
+        launch_noise=noise,
         least_violating_trial=finding.least_violating_trial,
         num_trials=len(trials),
         num_failed=sum(trial.outcome.outcome == "failed" for trial in trials),
@@ -152,12 +156,13 @@ def _device(trials: Sequence[TrialRecord], provenance: Provenance) -> str:
     return provenance.device
 
 
-def stages_of(trials: Sequence[TrialRecord], kind: StageKind) -> list[StageRecord]:
-    """The valid stages of that kind, of each measured trial the last one."""
+def stages_of(trials: Sequence[TrialRecord], kind: StageKind, *, load: float | None = None) -> list[StageRecord]:
+    """The valid stages of that kind, and of that load if one is given; of each measured trial the last one."""
     found = []
     for trial in trials:
         if trial.outcome.outcome == "measured":
-            found += [stage for stage in trial.outcome.stages if stage.kind is kind and stage.valid][-1:]
+            stages = [stage for stage in trial.outcome.stages if stage.kind is kind and stage.valid]
+            found += [stage for stage in stages if load in (None, stage.load)][-1:]
     return found
 
 
@@ -167,10 +172,10 @@ def _knee(choice: ProductionChoice) -> KneeFinding:
     return choice.knee.model_copy(update={"binding": binding(stages, choice.knee, choice.trial.config)})
 
 
-def _production(choice: ProductionChoice, pair: ConfirmedPair | None) -> Profile:
+def _production(choice: ProductionChoice, pair: ConfirmedPair | None, noise: LaunchNoise | None) -> Profile:
     confirmations = () if pair is None else pair.production
     measured = stages_of(confirmations, StageKind.OPERATING)
-    point = operating_point_of(measured or [choice.stage])
+    point = operating_point_of(measured or [choice.stage], noise)
     double = stages_of(confirmations, StageKind.DOUBLE)
     evidence = list(choice.evidence)
     if measured:
@@ -178,8 +183,13 @@ def _production(choice: ProductionChoice, pair: ConfirmedPair | None) -> Profile
             f"re-measured by {len(measured)} launches of its own: {point.output_throughput.value:.4g} tokens/s, "
             f"where the search had seen {choice.stage.output_throughput.value:.4g}"
         )
+    if noise is not None:
+        evidence.append(
+            f"launches of one and the same schedule differed by {noise.relative_sd:.1%} (standard deviation, beyond what "
+            f"each stage's interval shows; {noise.num_launches} launches of this run)"
+        )
     evidence += [f"at twice that load {_figures(double)}"] if double else []
-    unfenced = [] if pair is None else stages_of(pair.baseline, StageKind.DOUBLE)
+    unfenced = [] if pair is None else stages_of(pair.baseline, StageKind.DOUBLE, load=2 * point.load)
     evidence += [f"where the defaults gave {_figures(unfenced)}"] if double and unfenced else []
     return Profile(
         name="production",
@@ -220,20 +230,22 @@ def _protective(confirmed: ConfirmedProtective, pair: ConfirmedPair | None) -> P
     )
 
 
-def _baseline(trials: Sequence[TrialRecord], defaults: EngineConfig, pair: ConfirmedPair | None) -> Baseline | None:
+def _baseline(
+    trials: Sequence[TrialRecord], defaults: EngineConfig, pair: ConfirmedPair | None, noise: LaunchNoise | None
+) -> Baseline | None:
     studied = [trial for trial in trials if trial.role is TrialRole.STUDY and trial.config == defaults]
     if not studied:
         return None
     confirmations = () if pair is None else pair.baseline
-    measured = stages_of(confirmations, StageKind.OPERATING)
-    production = () if pair is None else stages_of(pair.production, StageKind.OPERATING)
+    production = [] if pair is None else stages_of(pair.production, StageKind.OPERATING)
+    measured = stages_of(confirmations, StageKind.OPERATING, load=production[-1].load if production else None)
     return Baseline(
         trial=studied[0].number,
         config=defaults,
-        operating_point=operating_point_of(measured) if measured else None,
+        operating_point=operating_point_of(measured, noise) if measured else None,
         confirmed_by=_numbers(confirmations),
         throughput_gain=ratio(
-            [stage.output_throughput for stage in production], [stage.output_throughput for stage in measured]
+            [stage.output_throughput for stage in production], [stage.output_throughput for stage in measured], noise
         ),
     )
 
