@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from tuner.engines.device_lock import device_name, open_lock, wait_for_turn
+from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.family import MARK
+from tuner.gpus import visible_gpus
 from tuner.provenance import PACKAGES
 from tuner.records import Record
 
@@ -207,8 +208,12 @@ def _kind_of_disk(folder: Path) -> str | None:
 
 
 def _lock_holder() -> str | None:
-    with open_lock(device_name(os.environ)) as lock:
-        return next(wait_for_turn(lock, holder="kneetune doctor"), None)
+    for device in sorted({*device_names(()), *device_names(visible_gpus())}):
+        with open_lock(device) as lock:
+            holder = next(wait_for_turn(lock, holder="kneetune doctor"), None)
+        if holder is not None:
+            return holder
+    return None
 
 
 def _engines_of_ours() -> list[int]:

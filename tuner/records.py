@@ -362,6 +362,9 @@ class TrialRecord(Record):
     """Where the config came from: `defaults`, `cautious_start`, `sampler`, `production`, `protective`."""
 
     outcome: TrialOutcome
+    devices: tuple[str, ...] = ()
+    """The GPUs its engine was shown, as `CUDA_VISIBLE_DEVICES` names them; none on a CPU."""
+
     launched: bool = True
     """False for a setting that was refused without a launch."""
 

@@ -16,9 +16,10 @@ from typing import Protocol
 import uvloop
 
 from tuner.engines import builtin
-from tuner.engines.device_lock import device_name, open_lock, wait_for_turn
+from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
-from tuner.job import EngineSpec, TuningJob
+from tuner.gpus import VARIABLE
+from tuner.job import TuningJob
 from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
@@ -101,22 +102,25 @@ class TrialRunner(Protocol):
         """
 
 
-def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
-    """Run `spec` when its device is free: yields notes, each stage's record as it ends, then the trial's.
+def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = ()) -> Iterator[TrialEvent]:
+    """Run `spec` when its devices are free: yields notes, each stage's record as it ends, then the trial's.
 
     Whatever happens to the engine becomes a `Failed` with its kind; the engine is gone when the last value is yielded.
+
+    Args:
+        gpus: the GPUs this trial was given, as `CUDA_VISIBLE_DEVICES` names them; its engine is shown no others.
     """
+    environment = _environment(os.environ, gpus)
     begun = time.perf_counter()
     start_s = 0.0
     stages = list(spec.kept_stages)
     outcome: TrialOutcome
     try:
-        with open_lock(device_name(os.environ)) as lock, contextlib.ExitStack() as stack:
-            for other in wait_for_turn(lock, holder=f"run {spec.job.name}, trial {spec.number}, process {os.getpid()}"):
-                yield TrialNote(text=f"trial {spec.number} waits for the device: {other} is on it")
+        with contextlib.ExitStack() as stack:
+            yield from _wait_for_devices(spec, device_names(gpus), stack)
             begun = time.perf_counter()
-            _check_device(spec.job.engine, os.environ)
-            engine = stack.enter_context(_launched(spec))
+            _check_gpus(spec, environment)
+            engine = stack.enter_context(_launched(spec, environment, on_gpu=bool(gpus)))
             start_s = engine.start_s
             reading = builtin.read(engine.base_url)
             refused = _refused(spec, engine, reading)
@@ -139,18 +143,40 @@ def run_trial(spec: TrialSpec) -> Iterator[TrialEvent]:
         config=spec.config,
         origin=spec.origin,
         outcome=outcome,
+        devices=gpus,
         start_s=start_s,
         measure_s=sum(stage.wall_s for stage in stages),
         wall_s=time.perf_counter() - begun + sum(stage.wall_s for stage in spec.kept_stages),
     )
 
 
-def _check_device(engine: EngineSpec, environment: Mapping[str, str]) -> None:
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    if engine.device == "cuda" and shown is not None and not shown.strip():
+def _environment(environment: Mapping[str, str], gpus: tuple[str, ...]) -> dict[str, str]:
+    """What the engine is started with: this process's environment less Ray's own part, and the GPUs it was given."""
+    kept = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
+    return kept | {VARIABLE: ",".join(gpus)} if gpus else kept
+
+
+def _wait_for_devices(spec: TrialSpec, devices: Sequence[str], stack: contextlib.ExitStack) -> Iterator[TrialNote]:
+    """Hold the trial's devices until `stack` ends; notes say who has one meanwhile."""
+    holder = f"run {spec.job.name}, trial {spec.number}, process {os.getpid()}"
+    for device in devices:
+        for other in wait_for_turn(stack.enter_context(open_lock(device)), holder=holder):
+            yield TrialNote(text=f"trial {spec.number} waits for the device: {other} is on it")
+
+
+def _check_gpus(spec: TrialSpec, environment: Mapping[str, str]) -> None:
+    """See to it that an engine that is to compute on GPUs is shown them: none ever falls back to the CPU."""
+    shown, size = environment.get(VARIABLE), spec.config.tensor_parallel_size
+    if spec.job.engine.device != "cuda" or shown is None:
+        return
+    if not shown.strip():
         raise DeviceHiddenError(
-            "CUDA_VISIBLE_DEVICES is set and empty where the engine is launched, but the job asks for device=cuda: "
-            "unset it or name a GPU"
+            f"{VARIABLE} is set and empty where the engine is launched, but the job asks for device=cuda and "
+            f"tensor_parallel_size={size}, which takes as many GPUs: unset it or name {size}"
+        )
+    if len(shown.split(",")) < size:
+        raise DeviceHiddenError(
+            f"{VARIABLE}={shown} names fewer GPUs than tensor_parallel_size={size} takes: name {size} or lower it"
         )
 
 
@@ -159,15 +185,16 @@ def served_model_name(spec: TrialSpec) -> str:
     return f"{spec.job.name}-trial-{spec.number:04d}-{os.getpid()}"
 
 
-def _launched(spec: TrialSpec) -> AbstractContextManager[RunningEngine]:
-    port = free_port()
-    command = builtin.command(
-        spec.job.model, spec.config, spec.job.engine, port=port, served_model_name=served_model_name(spec)
-    )
+def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> AbstractContextManager[RunningEngine]:
+    port, engine = free_port(), spec.job.engine
+    if on_gpu:
+        # `auto` would fall back to the CPU where the engine's torch has no CUDA, and the trials beside it as well.
+        engine = engine.model_copy(update={"device": "cuda"})
+    command = builtin.command(spec.job.model, spec.config, engine, port=port, served_model_name=served_model_name(spec))
     return launched(
         command,
         port=port,
-        environment={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        environment=environment,
         directory=spec.directory,
         timeout_s=spec.job.engine.start_timeout,
     )

@@ -290,4 +290,38 @@ def test_a_worker_that_is_shown_no_gpu_launches_nothing_for_a_job_that_asks_for_
     assert trial.outcome.kind is FailureKind.INFRASTRUCTURE
     assert "CUDA_VISIBLE_DEVICES" in trial.outcome.detail
     assert "device=cuda" in trial.outcome.detail
+    assert "tensor_parallel_size=1" in trial.outcome.detail
     assert not (tmp_path / "command.json").exists()
+
+
+def test_fewer_gpus_than_tensor_parallelism_takes_are_refused_before_the_launch(tmp_path: Path) -> None:
+    """Half of an engine's GPUs is none of the configs that were asked for."""
+    spec = _spec(tmp_path, _steps(1), tensor_parallel_size=2)
+    engine = EngineSpec(device="cuda", fixed=spec.job.engine.fixed)
+    spec = spec.model_copy(update={"job": spec.job.model_copy(update={"engine": engine})})
+    *_, trial = run_trial(spec, gpus=("3",))
+    assert isinstance(trial, TrialRecord)
+    assert isinstance(trial.outcome, Failed)
+    assert "CUDA_VISIBLE_DEVICES=3" in trial.outcome.detail
+    assert "tensor_parallel_size=2" in trial.outcome.detail
+    assert trial.devices == ("3",)
+    assert not (tmp_path / "command.json").exists()
+
+
+def test_on_a_gpu_auto_means_the_gpu(tmp_path: Path) -> None:
+    """Where the engine cannot use its card the trial fails: engines side by side on one CPU say nothing."""
+    spec = _spec(tmp_path, _steps(1))
+    engine = EngineSpec(device="auto", fixed=spec.job.engine.fixed)
+    *_, trial = run_trial(spec.model_copy(update={"job": spec.job.model_copy(update={"engine": engine})}), gpus=("99",))
+    assert isinstance(trial, TrialRecord)
+    assert json.loads((tmp_path / "command.json").read_text())[-2:] == ["--device", "cuda"]
+    assert isinstance(trial.outcome, Failed)
+    assert "cuda" in trial.outcome.detail
+
+
+def test_an_engine_is_shown_the_gpus_its_trial_was_given_and_both_records_name_them(tmp_path: Path) -> None:
+    """Whoever reads a figure later can say on which card it was measured."""
+    *_, trial = run_trial(_spec(tmp_path, _steps(1)), gpus=("2", "5"))
+    assert isinstance(trial, TrialRecord)
+    assert trial.devices == ("2", "5")
+    assert json.loads((tmp_path / "env.json").read_text())["CUDA_VISIBLE_DEVICES"] == "2,5"

@@ -1,4 +1,4 @@
-"""One engine at a time on a device: jobs of one user take turns, trial by trial, and never measure each other."""
+"""One engine at a time on a device: trials of one user take turns, and never measure each other."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 POLL_S = 0.2
 
 
-def device_name(environment: Mapping[str, str]) -> str:
-    """What a launch here takes for itself: the GPUs it is shown, or else the machine."""
-    shown = environment.get("CUDA_VISIBLE_DEVICES", "")
-    return f"cuda-{shown.replace(',', '-')}" if shown else "machine"
+def device_names(gpus: Sequence[str]) -> tuple[str, ...]:
+    """What a launch takes for itself: each of its GPUs, or else the machine.
+
+    In one order for everybody, so that two that take several never wait for each other.
+    """
+    return tuple(sorted(f"cuda-{name.replace('/', '-')}" for name in gpus)) or ("machine",)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.engines.device_lock import device_name, open_lock, wait_for_turn
+from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 
 HOLD = """
 import time
@@ -48,7 +48,9 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_jobs_shown_different_gpus_do_not_wait_for_each_other() -> None:
-    """Two cards are two devices."""
-    assert device_name({"CUDA_VISIBLE_DEVICES": "0"}) != device_name({"CUDA_VISIBLE_DEVICES": "1"})
-    assert device_name({"CUDA_VISIBLE_DEVICES": ""}) == device_name({}) == "machine"
+def test_trials_on_different_gpus_do_not_wait_for_each_other_and_those_that_share_one_do() -> None:
+    """Two cards are two devices, and an engine on several of them takes each."""
+    assert not set(device_names(["0"])) & set(device_names(["1"]))
+    assert set(device_names(["0", "1"])) & set(device_names(["1", "2"]))
+    assert device_names(["3", "1"]) == device_names(["1", "3"])
+    assert device_names([]) == ("machine",)

@@ -1,0 +1,50 @@
+"""The GPUs a job may use are those CUDA would give it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tuner.gpus import shown_gpus, visible_gpus
+
+LISTING = """\
+GPU 0: NVIDIA L4 (UUID: GPU-aaaa1111-0000)
+GPU 1: NVIDIA L4 (UUID: GPU-bbbb2222-0000)
+GPU 2: NVIDIA H100 (UUID: GPU-cccc3333-0000)
+  MIG 1g.10gb     Device  0: (UUID: MIG-dddd4444)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (None, ("0", "1", "2")),
+        ("", ()),
+        ("2,0", ("2", "0")),
+        ("GPU-bbbb, 1", ("GPU-bbbb", "1")),
+        ("MIG-dddd4444", ("MIG-dddd4444",)),
+        ("0,7,1", ("0",)),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+    ],
+)
+def test_the_variable_hides_gpus_as_cuda_reads_it(shown: str | None, expected: tuple[str, ...]) -> None:
+    """A GPU counted that CUDA does not show is a trial that waits for ever, or falls back to the CPU."""
+    assert shown_gpus(LISTING, shown) == expected
+
+
+def test_the_drivers_tool_is_asked_and_a_machine_without_it_has_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A laptop is no error; a tool that fails is no GPU."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == ()
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{LISTING}'\n", encoding="utf-8")
+    tool.chmod(0o755)
+    assert visible_gpus({}) == ("0", "1", "2")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
+    tool.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    assert visible_gpus(os.environ) == ()
