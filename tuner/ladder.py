@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
 from tuner.analysis.knee import find_knee, past_the_knee, points_of, suggest_bisection
 from tuner.records import Record, StageKind, StageRecord
 
@@ -28,10 +29,16 @@ class LadderStep(Record):
 class Ladder(Record):
     """Climb until the knee is behind: what a study trial does."""
 
-    max_num_seqs: int
+    max_num_seqs: int | None
+    """The fence; None: the engine does not tell, and it is recognised from what runs and waits."""
+
     max_load: int
     start: int = 2
     """The first rung after load 1. Those below it are climbed only where the knee turns out to be down there."""
+
+    def fence(self, stages: Sequence[StageRecord]) -> int | None:
+        """The fence as told, or as these stages show it; None while neither does."""
+        return recognised_fence(stages) if self.max_num_seqs is None else self.max_num_seqs
 
 
 class FixedSteps(Record):
@@ -59,7 +66,8 @@ def next_step(plan: Plan, stages: Sequence[StageRecord]) -> LadderStep | None:
             measured = {(stage.kind, stage.load) for stage in stages}
             return next((step for step in plan.steps if (step.kind, step.load) not in measured), None)
         case Ladder():
-            return _next_rung(plan, stages) or _between_rungs(stages) or _closing_overload(plan, stages)
+            fence, stages = plan.fence(stages), _marked(plan, stages)
+            return _next_rung(plan, fence, stages) or _between_rungs(stages) or _closing_overload(plan, fence, stages)
 
 
 def most_stages(plan: Plan) -> int:
@@ -68,12 +76,12 @@ def most_stages(plan: Plan) -> int:
         case FixedSteps():
             return len(plan.steps)
         case Ladder():
-            return len(rungs(plan)) + MOST_BETWEEN_RUNGS + 1
+            return len(rungs(plan.max_num_seqs, plan.max_load)) + MOST_BETWEEN_RUNGS + 1
 
 
-def rungs(plan: Ladder) -> list[int]:
+def rungs(fence: int | None, max_load: int) -> list[int]:
     """The loads of the doubling ladder: 1, 2, 4, … and the fence (or the largest load allowed) as the last."""
-    top = min(plan.max_num_seqs, plan.max_load)
+    top = max_load if fence is None else min(fence, max_load)
     loads = [1]
     while loads[-1] * 2 < top:
         loads.append(loads[-1] * 2)
@@ -88,13 +96,20 @@ def _repeat_of_invalid(stages: Sequence[StageRecord]) -> LadderStep | None:
     return LadderStep(kind=last.kind, load=last.load) if tries == 1 else None
 
 
-def _next_rung(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
+def _marked(plan: Ladder, stages: Sequence[StageRecord]) -> Sequence[StageRecord]:
+    """The stages with those past a recognised fence marked; where the fence was told they are already."""
+    return stages if plan.max_num_seqs is not None else fenced_beyond(stages, plan.fence(stages))
+
+
+def _next_rung(plan: Ladder, fence: int | None, stages: Sequence[StageRecord]) -> LadderStep | None:
     if any(stage.kind is not StageKind.LADDER for stage in stages):
         return None
     climbed = {stage.load for stage in stages}
-    left = [load for load in rungs(plan) if load not in climbed]
+    left = [load for load in rungs(fence, plan.max_load) if load not in climbed]
     above = [load for load in left if load == 1 or load >= plan.start]
-    if above and not past_the_knee(points_of(stages)):
+    # What looks like a knee may be a fence that nobody told of: one rung more shows which.
+    unclear = fence is None and any(is_held_back(stage) for stage in stages)
+    if above and (unclear or not past_the_knee(points_of(stages))):
         return LadderStep(kind=StageKind.LADDER, load=above[0])
     skipped = [load for load in left if load < plan.start]
     if skipped and _knee_is_lower(stages):
@@ -130,8 +145,11 @@ def _left_of_the_knee(stages: Sequence[StageRecord]) -> int | None:
     return load
 
 
-def _closing_overload(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
-    if any(stage.kind is StageKind.OVERLOAD for stage in stages):
+def _closing_overload(plan: Ladder, fence: int | None, stages: Sequence[StageRecord]) -> LadderStep | None:
+    """One stage past the fence, unless a ladder that did not know of it has been there already."""
+    if fence is None or any(stage.kind is StageKind.OVERLOAD for stage in stages):
         return None
-    load = min(OVERLOAD_FACTOR * plan.max_num_seqs, plan.max_load)
-    return LadderStep(kind=StageKind.OVERLOAD, load=load) if load > plan.max_num_seqs else None
+    load = min(OVERLOAD_FACTOR * fence, plan.max_load)
+    if load <= fence or any(stage.load >= load for stage in stages):
+        return None
+    return LadderStep(kind=StageKind.OVERLOAD, load=load)

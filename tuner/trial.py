@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,17 +11,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-import uvloop
-
+from tuner.climb import Climb, climb, stalled
 from tuner.engines import builtin
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
 from tuner.gpus import VARIABLE
 from tuner.job import TuningJob
-from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
+from tuner.ladder import Plan
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
-from tuner.measure.stage import StageSpec, Target, measure_stage
+from tuner.measure.spec import Target
 from tuner.oom_lessons import OUT_OF_MEMORY
 from tuner.records import (
     EngineConfig,
@@ -31,32 +28,14 @@ from tuner.records import (
     FailureKind,
     Measured,
     Record,
-    StageKind,
     StageRecord,
     TrialOutcome,
     TrialRecord,
     TrialRole,
 )
-from tuner.store import keep_stage
 from tuner.wording import config_text
 
 logger = logging.getLogger(__name__)
-
-BYTE_TOKENS = range(256)
-"""Token ids prompts are drawn from: every tokenizer of a supported model has at least these, and none is special."""
-
-FEWEST_REQUESTS = 20
-REQUESTS_PER_USER = 8
-"""At low load a rung ends with fewer requests than a p95 needs: it serves the curve, no answer stands there."""
-
-WARM_UP_TURNS = 2.5
-"""A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
-
-MAX_STRETCH = 3.0
-"""A slow engine gets so many times the job's time to complete the requests a p95 needs."""
-
-MAX_TURN_S = 20.0
-"""But no crowd is waited for longer. Unit: seconds."""
 
 
 class TrialSpec(Record):
@@ -241,55 +220,24 @@ def _refused(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -
 
 def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Iterator[StageRecord]:
     """Measure stage after stage until the plan has no next one or the engine cannot go on."""
-    stages = list(spec.kept_stages)
+    facts = builtin.facts(reading)
     target = Target(
         endpoint=Endpoint.from_url(engine.base_url),
         model=reading.model_name,
-        max_model_len=builtin.facts(reading).max_model_len,
-        token_ids=BYTE_TOKENS,
+        max_model_len=facts.max_model_len,
         # The processes of a simulated engine say nothing about its device's memory.
-        root_pid=None if builtin.facts(reading).simulated else engine.launch.pid,
+        root_pid=None if facts.simulated else engine.launch.pid,
         memory=builtin.memory(reading),
     )
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        while engine.is_alive() and not _stalled(stages) and (step := next_step(spec.plan, stages)) is not None:
-            measured = runner.run(measure_stage(_stage_spec(spec, step, stages), target))
-            stages.append(measured.record)
-            keep_stage(spec.directory, measured)
-            yield measured.record
-
-
-def _stage_spec(spec: TrialSpec, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:
-    measure, index = spec.job.measure, len(stages)
-    workload = spec.job.burst if step.kind is StageKind.BURST else spec.job.workload
-    longer = workload.mean_request_tokens / spec.job.workload.mean_request_tokens
-    rate_rps = _request_rate_rps(spec.plan, stages)
-    turn_s = min(longer * step.load / rate_rps, MAX_TURN_S)
-    min_requests = measure.min_requests
-    if step.kind is StageKind.LADDER:
-        min_requests = min(min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load))
-    enough_s = min(longer * min_requests / rate_rps, MAX_STRETCH * measure.max_time)
-    return StageSpec(
-        index=index,
-        kind=step.kind,
-        load=step.load,
-        max_num_seqs=spec.config.fence,
-        workload=workload,
-        entropy=(spec.job.seed, spec.number, index),
-        min_requests=min_requests,
-        min_s=measure.min_time,
-        max_s=max(measure.max_time, turn_s, enough_s),
-        max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * turn_s),
-        target_relative_half_width=measure.precision,
+    task = Climb(
+        plan=spec.plan,
+        workload=spec.job.workload,
+        burst=spec.job.burst,
+        measure=spec.job.measure,
+        entropy=(spec.job.seed, spec.number),
+        fence=spec.config.fence,
     )
-
-
-def _request_rate_rps(plan: Plan, stages: Sequence[StageRecord]) -> float:
-    """The best request rate seen on this engine so far, or before it; without bound where none was seen."""
-    seen = [stage.request_throughput_rps for stage in stages if stage.valid and stage.request_throughput_rps > 0]
-    if not seen and isinstance(plan, FixedSteps):
-        return plan.request_rate_rps
-    return max(seen, default=math.inf)
+    yield from climb(task, target, kept=spec.kept_stages, directory=spec.directory, goes_on=lambda _: engine.is_alive())
 
 
 def _outcome(
@@ -297,7 +245,7 @@ def _outcome(
 ) -> Measured | Failed:
     if not engine.is_alive():
         return _last_words(spec, was_ready=True, exit_code=engine.exit_code())
-    if _stalled(stages):
+    if stalled(stages):
         last = stages[-1]
         detail = f"at load {last.load} requests waited and no token came; see {engine.log_path}"
         return Failed(kind=FailureKind.STALLED, detail=detail)
@@ -305,7 +253,3 @@ def _outcome(
         reasons = "; ".join(stages[-1].invalid_reasons) if stages else "no stage was measured"
         return Failed(kind=FailureKind.INVALID_MEASUREMENT, detail=reasons)
     return Measured(facts=builtin.facts(reading), stages=tuple(stages))
-
-
-def _stalled(stages: Sequence[StageRecord]) -> bool:
-    return bool(stages) and stages[-1].ended_by == "stalled"

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.records import estimate, stage
+from tuner.analysis.fence import fenced_beyond
 from tuner.analysis.knee import find_knee, points_of
+from tuner.answer import LadderVerdict
 from tuner.ladder import FixedSteps, Ladder, LadderStep, most_stages, next_step, rungs
 from tuner.records import EngineConfig, StageKind, StageRecord
 
@@ -110,9 +112,9 @@ def test_fixed_steps_are_measured_in_order() -> None:
 
 def test_rungs_double_and_end_at_the_fence() -> None:
     """The fence itself is always tried: whether it or the engine is the limit shows there."""
-    assert rungs(Ladder(max_num_seqs=24, max_load=512)) == [1, 2, 4, 8, 16, 24]
-    assert rungs(Ladder(max_num_seqs=128, max_load=40)) == [1, 2, 4, 8, 16, 32, 40]
-    assert rungs(Ladder(max_num_seqs=1, max_load=2)) == [1]
+    assert rungs(24, 512) == [1, 2, 4, 8, 16, 24]
+    assert rungs(128, 40) == [1, 2, 4, 8, 16, 32, 40]
+    assert rungs(1, 2) == [1]
 
 
 @given(bend=st.floats(0.5, 30.0), start=st.sampled_from([2, 4, 8, 16, 32, 64]), seqs=st.sampled_from([6, 256]))
@@ -126,3 +128,30 @@ def test_a_ladder_that_starts_high_finds_the_knee_wherever_it_is(bend: float, st
         assert 0.6 <= knees[1].load / knees[0].load <= 1.7
     # A start that was too high costs no more than the rungs above the knee that it made; one that was right saves some.
     assert len(short) <= len(full) + math.log2(start)
+
+
+def _climb_unknown(fence: int, throughput: Callable[[int], float], *, max_load: int = 512) -> list[StageRecord]:
+    """All stages of a ladder on an engine that does not tell its fence."""
+    plan, stages = Ladder(max_num_seqs=None, max_load=max_load), list[StageRecord]()
+    while (step := next_step(plan, stages)) is not None:
+        made = stage(_config(fence), step.load, index=len(stages), kind=step.kind)
+        figures = {"output_throughput": estimate(throughput(min(step.load, fence)), spread=0.02), "num_preemptions": 0}
+        stages.append(made.model_copy(update={**figures, "fenced": False, "kv_cache_usage_peak": 0.4}))
+        assert len(stages) < 40
+    return stages
+
+
+def test_an_untold_fence_is_climbed_past_once_and_then_tried_itself() -> None:
+    """The bend at a hidden limit is not taken for the knee, and no time is spent far beyond it."""
+    stages = _climb_unknown(48, lambda n: 100.0 * n)
+    assert _loads(stages, StageKind.LADDER) == [1, 2, 4, 8, 16, 32, 64, 128, 48]
+    assert not _loads(stages, StageKind.OVERLOAD)  # load 128 was one
+    assert Ladder(max_num_seqs=None, max_load=512).fence(stages) == 48
+    assert find_knee(points_of(fenced_beyond(stages, 48)), fence=48).verdict is LadderVerdict.FENCED
+
+
+def test_a_knee_below_an_untold_fence_is_found_as_if_it_were_told() -> None:
+    """A server that keeps its limits to itself is measured no worse."""
+    told = _climb(Ladder(max_num_seqs=512, max_load=512), lambda n: 1000 * n / (4 + n))
+    untold = _climb_unknown(512, lambda n: 1000 * n / (4 + n))
+    assert [each.load for each in untold] == [each.load for each in told]

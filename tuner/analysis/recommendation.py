@@ -185,8 +185,8 @@ def _production(choice: ProductionChoice, pair: ConfirmedPair | None, noise: Lau
         )
     if noise is not None:
         evidence.append(
-            f"launches of one and the same schedule differed by {noise.relative_sd:.1%} (standard deviation, beyond what "
-            f"each stage's interval shows; {noise.num_launches} launches of this run)"
+            f"launches of one and the same schedule differed by {noise.relative_sd:.1%} (standard deviation, beyond "
+            f"what each stage's interval shows; {noise.num_launches} launches of this run)"
         )
     evidence += [f"at twice that load {_figures(double)}"] if double else []
     unfenced = [] if pair is None else stages_of(pair.baseline, StageKind.DOUBLE, load=2 * point.load)

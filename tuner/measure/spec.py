@@ -50,7 +50,7 @@ class Target:
 
     max_model_len: int
     token_ids: range = range(256)
-    """Ordinary tokens to make prompts of."""
+    """Token ids to make prompts of: most tokenizers have bytes or other ordinary tokens there."""
 
     root_pid: int | None = None
     """The engine's first process; None where it is not ours to look at."""

@@ -1,0 +1,115 @@
+"""Climbs on a running engine: measures what a plan asks for, stage by stage, however the engine came to run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from tuner.job import MeasureSpec
+from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
+from tuner.load.workload import Workload
+from tuner.measure.stage import StageSpec, Target, measure_stage
+from tuner.records import StageKind, StageRecord
+from tuner.store import keep_stage
+
+FEWEST_REQUESTS = 20
+REQUESTS_PER_USER = 8
+"""At low load a rung ends with fewer requests than a p95 needs: it serves the curve, no answer stands there."""
+
+WARM_UP_TURNS = 2.5
+"""A crowd needs longer to settle than the job's limit may allow: so many times what serving each of it once takes."""
+
+MAX_STRETCH = 3.0
+"""A slow engine gets so many times the job's time to complete the requests a p95 needs."""
+
+MAX_TURN_S = 20.0
+"""But no crowd is waited for longer. Unit: seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Climb:
+    """What is measured on one running engine, and how."""
+
+    plan: Plan
+    workload: Workload
+    burst: Workload
+    """What a stage of kind `burst` sends instead."""
+
+    measure: MeasureSpec
+    entropy: tuple[int, int]
+    """(study seed, trial): no two climbs send one prompt twice."""
+
+    fence: int | None
+    """Most requests that run at once; None: not known, and no stage is taken to be past it."""
+
+
+def climb(
+    task: Climb,
+    target: Target,
+    *,
+    kept: Sequence[StageRecord],
+    directory: Path,
+    goes_on: Callable[[Sequence[StageRecord]], bool],
+) -> Iterator[StageRecord]:
+    """Measure stage after stage until the plan has no next one, the engine stalls or `goes_on` says no.
+
+    Args:
+        kept: stages measured earlier; they are not repeated.
+        directory: each stage is kept here the moment it has ended.
+        goes_on: asked before each stage, with all there are.
+
+    Raises:
+        WorkloadError: where the workload does not fit the engine.
+    """
+    stages = list(kept)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        while not stalled(stages) and goes_on(stages) and (step := next_step(task.plan, stages)) is not None:
+            measured = runner.run(measure_stage(stage_spec(task, step, stages), target))
+            stages.append(measured.record)
+            keep_stage(directory, measured)
+            yield measured.record
+
+
+def stalled(stages: Sequence[StageRecord]) -> bool:
+    """Whether the engine had work in the last stage and did none of it."""
+    return bool(stages) and stages[-1].ended_by == "stalled"
+
+
+def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:
+    """How long a stage may take and how much it must see, by what the stages before it have shown."""
+    measure, index = task.measure, len(stages)
+    workload = task.burst if step.kind is StageKind.BURST else task.workload
+    longer = workload.mean_request_tokens / task.workload.mean_request_tokens
+    rate_rps = _request_rate_rps(task.plan, stages)
+    turn_s = min(longer * step.load / rate_rps, MAX_TURN_S)
+    min_requests = measure.min_requests
+    if step.kind is StageKind.LADDER:
+        min_requests = min(min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load))
+    enough_s = min(longer * min_requests / rate_rps, MAX_STRETCH * measure.max_time)
+    return StageSpec(
+        index=index,
+        kind=step.kind,
+        load=step.load,
+        # No load is above a fence that is not known.
+        max_num_seqs=step.load if task.fence is None else task.fence,
+        workload=workload,
+        entropy=(*task.entropy, index),
+        min_requests=min_requests,
+        min_s=measure.min_time,
+        max_s=max(measure.max_time, turn_s, enough_s),
+        max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * turn_s),
+        target_relative_half_width=measure.precision,
+    )
+
+
+def _request_rate_rps(plan: Plan, stages: Sequence[StageRecord]) -> float:
+    """The best request rate seen on this engine so far, or before it; without bound where none was seen."""
+    seen = [stage.request_throughput_rps for stage in stages if stage.valid and stage.request_throughput_rps > 0]
+    if not seen and isinstance(plan, FixedSteps):
+        return plan.request_rate_rps
+    return max(seen, default=math.inf)
