@@ -71,11 +71,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line's flags, over those of the file that `--config` names.
 
     Raises:
-        ConfigError: for a mistake in the file; argparse ends the process for one on the command line.
+        ConfigError: for a mistake in the file, or two models; argparse ends the process for another one on the command
+            line.
     """
     parser, serve_parser = build_parsers()
     args = parser.parse_args(argv)
-    if args.command == "replay" or args.config is None:
+    if args.command == "replay":
+        return args
+    if None not in (args.model, args.model_flag) and args.model != args.model_flag:
+        raise ConfigError(f"two models are named, {args.model!r} and --model {args.model_flag!r}: leave one out")
+    if args.config is None:
         return args
     command, *given = argv
     return parser.parse_args([command, *flags_of_file(args.config, serve_parser), *given])

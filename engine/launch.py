@@ -95,10 +95,11 @@ def serve(
         log = None
         if step_log is not None:
             try:
-                log = stack.enter_context(contextlib.closing(StepLog(step_log)))
+                opened = StepLog(step_log, simulated=config.executor == "simulated")
             except OSError as error:
                 message = f"the step log {step_log} cannot be written: {error.strerror}"
                 return report_start_failure(CoreFailed("invalid_config", message))
+            log = stack.enter_context(contextlib.closing(opened))
         factory = executor or EXECUTORS[config.executor]
         return asyncio.run(_run(_Plan(config=config, executor=factory, cpus=cpus, step_log=log), listener))
 

@@ -83,7 +83,12 @@ def requested_bytes(device: DeviceMemory, share: float) -> int:
     if requested <= device.free_bytes:
         return requested
     highest = highest_share(free_bytes=device.free_bytes, total_bytes=device.total_bytes)
-    way_out = f"free some, or set gpu_memory_utilization to at most {highest:.2f}" if highest > 0 else "free some"
+    way_out = "free some"
+    if highest > 0:
+        way_out += (
+            f", or set gpu_memory_utilization to at most {highest:.2f} where the model fits that: "
+            "`python -m engine plan` with the same flags says whether it does"
+        )
     raise NotEnoughMemoryError(
         f"gpu_memory_utilization={share} asks for {human(requested)} of {human(device.total_bytes)}, "
         f"but {human(device.free_bytes)} is free now{_held_by(device.claims)}: {way_out}"

@@ -80,7 +80,10 @@ def memory_plan(config: EngineConfig, *, tokens_per_request: int | None = None) 
         ConfigError, DeviceLedgerError: as `plan`.
     """
     if config.executor != "torch":
-        raise ConfigError(f"executor={config.executor!r} has no memory to measure: its law states it")
+        raise ConfigError(
+            f"executor={config.executor!r} has no memory to measure, its law states it: leave out --executor and "
+            "--law, or start it with `serve`, which logs the calculation"
+        )
     ranks = []
     for rank in range(config.data_parallel_size):
         ranks.append(_plan_of_core(replace(config, device=device_of_rank(config.device, rank)), tokens_per_request))

@@ -24,6 +24,12 @@ _FIRST_BLOCK_ID = 1
 
 _Positive = Annotated[int, Field(ge=1)]
 _Natural = Annotated[int, Field(ge=0)]
+_MOST_BLOCKS = 10_000_000
+"""Each takes some hundred bytes here."""
+
+_MOST_TOKENS = 10_000_000
+"""Of one run of a prompt, which is written out."""
+
 _Counts = tuple[tuple[str, int], ...]
 """(request id, number) pairs."""
 
@@ -40,7 +46,7 @@ class RecordedConfig:
     max_num_batched_tokens: _Positive
     max_model_len: _Positive
     block_size: _Positive
-    num_gpu_blocks: Annotated[int, Field(ge=2)]
+    num_gpu_blocks: Annotated[int, Field(ge=2, le=_MOST_BLOCKS)]
     """The null block included, which is never handed out."""
 
     enable_chunked_prefill: bool
@@ -73,7 +79,7 @@ class RecordedRequest:
 
     id: str
     arrival_step: _Natural
-    prompt: Annotated[tuple[tuple[int, _Positive], ...], Field(min_length=1)]
+    prompt: Annotated[tuple[tuple[int, Annotated[int, Field(ge=1, le=_MOST_TOKENS)]], ...], Field(min_length=1)]
     """Runs of consecutive token ids: (first, count)."""
 
     max_tokens: _Positive

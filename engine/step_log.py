@@ -15,7 +15,8 @@ COLUMNS = (
     "at_s: when the step was planned, seconds since boot; engine: rank of the core; execute_s: seconds in the model; "
     "prefill_tokens: prompt tokens computed, recomputed outputs too; decodes: requests that computed their last token; "
     "context_tokens: tokens whose keys and values were read; tokens: new tokens drawn; running, waiting: requests "
-    "after the step; kv_usage: share of the KV blocks in use, 0 to 1; preemptions: since the start"
+    "after the step; kv_usage: share of the KV blocks in use, 0 to 1; preemptions: since the start; simulated: true "
+    "where a law stood in for a device"
 )
 """What a line holds, with units: the command line's help says it."""
 
@@ -28,13 +29,17 @@ class StepLog:
     Lines are kept in memory and written together, at the latest when a core has nothing left to do.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, simulated: bool) -> None:
         """Open the file.
+
+        Args:
+            simulated: whether `execute_s` comes from a law.
 
         Raises:
             OSError: if it cannot be written.
         """
         self._path = path
+        self._label = {"simulated": True} if simulated else {}
         self._kept = bytearray()
         self._file: FileIO | None = path.open("ab", buffering=0)
 
@@ -43,7 +48,7 @@ class StepLog:
         if self._file is None:
             return
         if report.num_step_tokens:
-            self._kept += _line(rank, report)
+            self._kept += _line(rank, report, self._label)
         is_idle = not (report.num_running or report.num_waiting)
         if is_idle or len(self._kept) >= _BUFFER_BYTES:
             self._flush(self._file)
@@ -67,7 +72,7 @@ class StepLog:
             file.close()
 
 
-def _line(rank: int, report: StepReport) -> bytes:
+def _line(rank: int, report: StepReport, label: dict[str, bool]) -> bytes:
     values = {
         "at_s": round(report.scheduled_at_s, 6),
         "engine": rank,
@@ -81,4 +86,4 @@ def _line(rank: int, report: StepReport) -> bytes:
         "kv_usage": round(report.kv_cache_usage, 6),
         "preemptions": report.num_preemptions,
     }
-    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(values | label, separators=(",", ":")).encode() + b"\n"

@@ -8,6 +8,9 @@ import yaml
 
 from engine.config import ConfigError
 
+_SHOWN = 60
+"""Characters of a faulty value that an error shows."""
+
 
 def read_mapping(path: Path, name: str) -> dict[object, object]:
     """Read a file's keys and values; an empty file has none.
@@ -20,10 +23,17 @@ def read_mapping(path: Path, name: str) -> dict[object, object]:
             YAML would take the last.
     """
     try:
-        loader = _NoKeyTwice(path.read_text(encoding="utf-8"))
-        loaded = loader.get_single_data()
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no text, no such date
-        raise ConfigError(f"{name} cannot be read: {error}") from error
+        loaded = _NoKeyTwice(path.read_text(encoding="utf-8")).get_single_data()
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}: {path}; name a YAML file") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"{name} cannot be read{place}: {error.problem or error.context}; mend it there") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name} cannot be read: lists and mappings are nested too deeply; flatten them") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}; save it as plain UTF-8 text") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -43,3 +53,11 @@ class _NoKeyTwice(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
             seen.add(key.value)
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:  # noqa: FBT001, FBT002 - PyYAML's own
+        """A node's value; PyYAML lets the errors of its own parsing through for a value that is not what it claims."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):
+            problem = f"{str(node.value)[:_SHOWN]!r} is not a {node.tag.rpartition(':')[2]} that can be read"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None

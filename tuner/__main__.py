@@ -60,7 +60,8 @@ def main() -> None:
             typer.echo(f"error: {line}", err=True)
         sys.exit(2)
     except OSError as error:  # a full disk, a folder that may not be written
-        typer.echo(f"error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        what = f"{error.filename or 'a file'}: {error.strerror or error}"
+        typer.echo(f"error: {what}; see that this user may write there and the disk has room", err=True)
         sys.exit(2)
 
 

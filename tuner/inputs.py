@@ -9,9 +9,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
 from pydantic_core import ErrorDetails
+
+from tuner.yaml_file import YamlError, plain_data, read_plain_data
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -41,7 +42,7 @@ def parse_duration_s(text: object) -> float:
         raise ValueError(f"{text!r} is not a duration: write a number and its unit, such as 500ms, 30s, 10m or 1h")
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > MOST_SECONDS:
-        raise ValueError(f"{text!r} is longer than a year")
+        raise ValueError(f"{text!r} is longer than a year: write at most {MOST_SECONDS / 3600:g}h")
     return seconds
 
 
@@ -87,7 +88,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Say which known word was probably meant, and list them all."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"{hint} Known: {', '.join(names)}"
 
 
@@ -111,11 +112,11 @@ def read_yaml(path: Path) -> object:
         InputError: if it is missing, unreadable or not YAML.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return read_plain_data(path)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: not YAML: {error}") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}; name a YAML file that this user may read") from None
+    except YamlError as fault:
+        raise InputError(f"{path}: {fault}") from None
 
 
 def read_preset(kind: str, name: str) -> object:
@@ -130,8 +131,8 @@ def read_preset(kind: str, name: str) -> object:
     folder = resources.files("search_spaces") / kind
     names = {item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")}
     if name not in names:
-        raise InputError(f"there is no preset {name!r} in {kind}{nearest(name, names)}")
-    return yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
+        raise InputError(f"there is no preset {name!r} in {kind}{nearest(name, names)}; a file's name ends in .yaml")
+    return plain_data((folder / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _fault(model: type[BaseModel], fault: ErrorDetails) -> str:
@@ -141,10 +142,30 @@ def _fault(model: type[BaseModel], fault: ErrorDetails) -> str:
             key = str(fault["loc"][-1])
             return f"unknown key {place!r}{nearest(key, _fields_at(model, fault['loc'][:-1]))}"
         case "missing":
-            return f"{place!r} is missing"
+            return f"{place!r} is missing: add it"
         case _:
-            text = fault["msg"].removeprefix("Value error, ")
-            return f"{place}: {text} (got {_shown(fault['input'])})" if place else text
+            text, value = _rule(fault), fault["input"]
+            # A whole group is no value to show, and a message may have named it.
+            got = "" if isinstance(value, dict) or repr(value) in text else f" (got {_shown(value)})"
+            return f"{place}: {text}{got}" if place else text
+
+
+def _rule(fault: ErrorDetails) -> str:
+    """What the value breaks, in words for whoever wrote it."""
+    context = fault.get("ctx", {})
+    match fault["type"]:
+        case "model_type" | "dict_type":
+            return "must be keys and values, or a preset's name where there are presets"
+        case "too_short":
+            return f"needs at least {context['min_length']}"
+        case "string_too_short":
+            return "must not be empty"
+        case "invalid_key":
+            return "keys are texts: put this one in quotes or take it out"
+        case "union_tag_invalid":
+            return f"{context['discriminator']} {context['tag']!r} is not one of {context['expected_tags']}"
+        case _:
+            return fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def _shown(value: object) -> str:

@@ -15,6 +15,8 @@ from tuner.parameters import SearchedValues
 from tuner.records import EngineConfig, Record
 from tuner.space import SamplerName, SearchSpace, broken_condition, broken_rule, combinations, load_space
 
+_YAML = (".yaml", ".yml")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -54,10 +56,15 @@ class EngineSpec(Record):
     start_timeout: DurationS = 300.0
     """How long a launch may take before it counts as failed."""
 
+    @property
+    def described(self) -> str:
+        """Its name, and where nothing real is measured that it is so."""
+        return self.name if self.law is None else f"{self.name}, simulated: {self.law}"
+
     @field_validator("law")
     @classmethod
     def _file_by_its_absolute_path(cls, law: str | None) -> str | None:
-        return str(Path(law).expanduser().resolve()) if law is not None and law.endswith((".yaml", ".yml")) else law
+        return str(Path(law).expanduser().resolve()) if law is not None and law.endswith(_YAML) else law
 
     @model_validator(mode="after")
     def _one_device(self) -> EngineSpec:
@@ -78,7 +85,7 @@ class SloSpec(Record):
     @classmethod
     def _positive(cls, seconds: float) -> float:
         if seconds <= 0:
-            raise ValueError("a limit must be above zero")
+            raise ValueError("a limit must be above zero, such as 500ms")
         return seconds
 
 
@@ -98,7 +105,7 @@ class Budget(Record):
     @classmethod
     def _some_time(cls, seconds: float) -> float:
         if seconds <= 0:
-            raise ValueError("a job needs some time")
+            raise ValueError("a job needs some time: write one above zero, such as 10m")
         return seconds
 
 
@@ -124,7 +131,9 @@ class MeasureSpec(Record):
 class TuningJob(Record):
     """A tuning job as asked for."""
 
-    name: str = Field(default="tuning", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = "tuning"
+    """Names the run's directory."""
+
     model: str = Field(min_length=1)
     engine: EngineSpec = EngineSpec()
     workload: Workload
@@ -154,6 +163,15 @@ class TuningJob(Record):
     def _named_space(cls, value: object) -> object:
         return load_space(value) if isinstance(value, str) else value
 
+    @field_validator("name")
+    @classmethod
+    def _name_of_a_directory(cls, name: str) -> str:
+        if _RUN_NAME.fullmatch(name) is None:
+            raise ValueError(
+                "a name is at most 64 letters, digits, dots, dashes and underscores, and begins with a letter or digit"
+            )
+        return name
+
     @field_validator("model")
     @classmethod
     def _existing_model(cls, model: str) -> str:
@@ -166,7 +184,9 @@ class TuningJob(Record):
             if name in fixed.model_fields_set:
                 raise ValueError(f"{name} is both searched and fixed: leave it out of search_space or of engine.fixed")
         if all(len(space.choices(name)) == 1 for name in space.searched):
-            raise ValueError("search_space: every parameter has a single choice, so there is nothing to search")
+            raise ValueError(
+                "search_space: every parameter has a single choice, so there is nothing to search: give one a second"
+            )
         lengths = [fixed.max_model_len] if fixed.max_model_len is not None else []
         if space.parameters.max_model_len is not None:
             lengths = [int(length) for length in space.parameters.max_model_len.choices]
@@ -186,7 +206,9 @@ class TuningJob(Record):
                     )
         reasons = [self.impossible(values) for values in combinations(self.search_space)]
         if None not in reasons:
-            raise ValueError(f"search_space: no setting of {len(reasons)} can work; of the first, {reasons[0]}")
+            raise ValueError(
+                f"search_space: no setting of {len(reasons)} can work: change choices; of the first, {reasons[0]}"
+            )
         return self
 
     @field_serializer("engine")
@@ -241,11 +263,22 @@ def load_job(path_or_preset: str, overrides: dict[str, object] | None = None) ->
         InputError: naming the file, the key, the value and what would do.
     """
     path = Path(path_or_preset)
-    is_file = path.suffix in {".yaml", ".yml"} or path.is_file()
+    is_file = path.suffix in _YAML or path.is_file()
     data = read_yaml(path) if is_file else read_preset("jobs", path_or_preset)
     if not isinstance(data, dict):
-        raise InputError(f"{path_or_preset}: a job is a mapping of keys to values, this is {type(data).__name__}")
-    return validated(TuningJob, _merged(data, overrides or {}), where=path_or_preset)
+        raise InputError(
+            f"{path_or_preset}: a job is keys and values, this holds {_kind_of(data)}: start from the preset "
+            "`default` in search_spaces/jobs/"
+        )
+    job = validated(TuningJob, _merged(data, overrides or {}), where=path_or_preset)
+    law = job.engine.law
+    if law is not None and law.endswith(_YAML) and not Path(law).is_file():
+        raise InputError(f"{path_or_preset}: engine.law: there is no file {law}; name a law's file, or a preset's name")
+    return job
+
+
+def _kind_of(data: object) -> str:
+    return "nothing" if data is None else f"a {type(data).__name__}"
 
 
 def _merged(base: dict[str, object], over: dict[str, object]) -> dict[str, object]:

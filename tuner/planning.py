@@ -40,6 +40,8 @@ class JobPlan(Record):
     name: str
     model: str
     engine: str
+    """Its name, and `simulated` with the law where nothing real would be measured."""
+
     workload: str
     burst: str
     slo: str
@@ -72,7 +74,7 @@ def plan_of(job: TuningJob) -> JobPlan:
     return JobPlan(
         name=job.name,
         model=job.model,
-        engine=job.engine.name,
+        engine=job.engine.described,
         workload=job.workload.name,
         burst=job.burst.name,
         slo=_slo_text(job),

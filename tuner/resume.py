@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tuner.answer import Provenance
-from tuner.inputs import InputError
-from tuner.job import TuningJob
+from tuner.inputs import InputError, validated
+from tuner.job import Budget, TuningJob
 from tuner.provenance import provenance
 from tuner.store import RunStore
 
@@ -27,7 +27,7 @@ def resumed_job(store: RunStore, *, budget: dict[str, object]) -> TuningJob:
             f"{store.path} cannot go on, its figures would not be of one kind: {'; '.join(found)}. "
             "Start a new run, or go back to what it was"
         )
-    return job.model_copy(update={"budget": job.budget.model_validate({**job.budget.model_dump(), **budget})})
+    return job.model_copy(update={"budget": validated(Budget, {**job.budget.model_dump(), **budget}, where="--resume")})
 
 
 def differences(before: Provenance, now: Provenance) -> list[str]:

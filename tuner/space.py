@@ -76,7 +76,7 @@ class SearchSpace(Record):
     def _start_of_searched_parameters(self) -> SearchSpace:
         for name, value in self.cautious_start.model_dump(exclude_none=True).items():
             if name not in self.searched:
-                raise ValueError(f"cautious_start.{name}: it is not among the searched parameters")
+                raise ValueError(f"cautious_start.{name}: it is not among the searched parameters: leave it out")
             checked(name, value)
         return self
 
@@ -115,7 +115,9 @@ def broken_condition(config: EngineConfig, conditions: Sequence[Condition]) -> s
         try:
             holds = condition.holds(values)
         except ConditionError as error:
-            raise ConditionError(f"the condition {condition.text!r} cannot be evaluated at {of}: {error}") from None
+            raise ConditionError(
+                f"the condition {condition.text!r} cannot be evaluated at {of}: {error}; mend it or leave it out"
+            ) from None
         if not holds:
             return f"the condition {condition.text!r} does not hold at {of}"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -54,7 +55,9 @@ class RunStore:
             _write_job(path, job, provenance)
             (path / "trials").mkdir()
         except OSError as error:
-            raise InputError(f"{root}: cannot make a run directory here: {error.strerror}") from None
+            raise InputError(
+                f"{root}: cannot make a run directory here: {error.strerror}; name another folder with --runs"
+            ) from None
         return cls(path)
 
     @classmethod
@@ -65,7 +68,10 @@ class RunStore:
             InputError: if there is none at `path`.
         """
         if not (path / "job.yaml").is_file():
-            raise InputError(f"{path}: no run here (there is no job.yaml)")
+            raise InputError(
+                f"{path}: no run here (there is no job.yaml); name a directory that `kneetune tune` made, such as "
+                "runs/embedded-chat"
+            )
         return cls(path)
 
     @contextlib.contextmanager
@@ -80,7 +86,8 @@ class RunStore:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
-                raise InputError(f"{self.path}: {file.read() or 'another process'} is writing this run") from None
+                other = file.read() or "another process"
+                raise InputError(f"{self.path}: {other} is writing this run: wait for its end, or end it") from None
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
@@ -165,13 +172,17 @@ class RunStore:
         """
         file = self.path / "recommendation.json"
         if not self.has_answer():
-            raise InputError(f"{self.path}: this run has no answer yet (there is no recommendation.json)")
+            go_on = shlex.join(["kneetune", "tune", "--resume", str(self.path)])
+            raise InputError(f"{self.path}: this run has no answer yet; go on with it: {go_on}")
         return read_record(Recommendation, file)
 
     def _document(self) -> dict[str, object]:
         document = read_yaml(self.path / "job.yaml")
         if not isinstance(document, dict) or not {"job", "provenance"} <= document.keys():
-            raise InputError(f"{self.path / 'job.yaml'}: not a run's job file (it has no `job` and `provenance`)")
+            raise InputError(
+                f"{self.path / 'job.yaml'}: not a run's job file (it has no `job` and `provenance`); name a directory "
+                "that `kneetune tune` made"
+            )
         return document
 
 
@@ -195,7 +206,8 @@ def read_record(model: type[_Record], path: Path) -> _Record:
     except ValidationError as error:
         first = error.errors()[0]
         raise InputError(
-            f"{path}: damaged, or written by another version: {first['msg']} (schema {SCHEMA_VERSION})"
+            f"{path}: damaged, or written by another version than this one (schema {SCHEMA_VERSION}): {first['msg']}; "
+            "restore the file, or start a new run"
         ) from None
 
 

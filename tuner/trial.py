@@ -182,7 +182,7 @@ def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> 
 def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
     log_path = spec.directory / "engine.log"
     if error.timed_out:
-        return Failed(kind=FailureKind.START_TIMEOUT, detail=f"{error}; see {log_path}")
+        return Failed(kind=FailureKind.START_TIMEOUT, detail=f"{error}: give it longer, or see {log_path}")
     return _last_words(spec, was_ready=False, exit_code=error.exit_code)
 
 

@@ -19,6 +19,16 @@ from engine.yaml_file import read_mapping
 _FOLDER = Path(__file__).parent / "laws"
 _SUFFIXES = (".yaml", ".yml")
 
+MOST_BYTES = 2**60
+"""No device has more; sums and products of such figures still are exact numbers."""
+
+MOST_SECONDS = 3600.0
+"""Of one term of a step."""
+
+_MOST_POSITIONS = 2**31 - 1
+_SHOWN = 60
+"""Characters of a faulty value that an error shows."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -40,25 +50,25 @@ class StepTime(_Part):
     combine: Literal["max", "sum"]
     """`max`: compute and memory traffic overlap, the slower one decides (a roofline); `sum`: they do not."""
 
-    base_s: float = Field(ge=0)
+    base_s: float = Field(ge=0, le=MOST_SECONDS)
     """Every step, whatever is in it: launches, synchronisation, the engine's own work between two steps."""
 
-    weights_read_s: float = Field(default=0.0, ge=0)
+    weights_read_s: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """Reading all weights once."""
 
-    context_token_s: float = Field(default=0.0, ge=0)
+    context_token_s: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """Reading the KV of one token."""
 
-    prefill_token_s: float = Field(default=0.0, ge=0)
+    prefill_token_s: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """Computing one token of a prefill, attention aside."""
 
-    decode_token_s: float = Field(default=0.0, ge=0)
+    decode_token_s: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """Computing one token of a decode, attention aside."""
 
-    attention_pair_s: float = Field(default=0.0, ge=0)
+    attention_pair_s: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """Attention of one prefill token to one token."""
 
-    sampled_token_s: float = Field(default=0.0, ge=0)
+    sampled_token_s: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
     """The server's CPU, once a token drawn: what a slow host adds to every step, whatever the device does."""
 
     def step_s(self, plan: StepPlan, *, kv_scale: float) -> float:
@@ -93,42 +103,42 @@ class Unprofiled(_Part):
     All 0, and a device never runs out once it has started.
     """
 
-    graph_bytes_per_size: int = Field(default=0, ge=0)
+    graph_bytes_per_size: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Capturing a graph, a captured batch size, beyond what was estimated: `oom_graph_capture`."""
 
-    sampler_bytes_per_row: int = Field(default=0, ge=0)
+    sampler_bytes_per_row: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Warming the sampler up, a row of `max_num_seqs`, beyond what was profiled: `oom_sampler_warmup`."""
 
-    step_bytes_per_token: int = Field(default=0, ge=0)
+    step_bytes_per_token: int = Field(default=0, ge=0, le=MOST_BYTES)
     """A step under load, a token it computes, beyond what was profiled (fragments, workspaces): `oom_runtime`."""
 
 
 class Memory(_Part):
     """What the device has, and what takes it. Bytes."""
 
-    total_bytes: int = Field(ge=1)
+    total_bytes: int = Field(ge=1, le=MOST_BYTES)
     """The whole device."""
 
-    used_by_others_bytes: int = Field(default=0, ge=0)
+    used_by_others_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Held by someone else when the engine starts."""
 
-    weights_bytes: int = Field(ge=0)
-    non_torch_bytes: int = Field(default=0, ge=0)
+    weights_bytes: int = Field(ge=0, le=MOST_BYTES)
+    non_torch_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Context and libraries."""
 
-    activation_bytes_per_token: int = Field(ge=0)
+    activation_bytes_per_token: int = Field(ge=0, le=MOST_BYTES)
     """Peak activations, a token of `max_num_batched_tokens`."""
 
-    sampled_row_bytes: int = Field(default=0, ge=0)
+    sampled_row_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Scores and the sampler's copies of them, a row of `max_num_seqs`: some values a vocabulary entry."""
 
-    request_buffer_bytes_per_token: int = Field(default=0, ge=0)
+    request_buffer_bytes_per_token: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Buffers of `max_num_seqs` x `max_model_len`: 4 for the token ids alone."""
 
-    graph_bytes_per_size: int = Field(default=0, ge=0)
+    graph_bytes_per_size: int = Field(default=0, ge=0, le=MOST_BYTES)
     """Captured graphs as the engine estimates them before it divides the share, a captured batch size."""
 
-    kv_bytes_per_token: int = Field(ge=1)
+    kv_bytes_per_token: int = Field(ge=1, le=MOST_BYTES)
     """KV of one token over all layers, in the law's own data type."""
 
     unprofiled: Unprofiled = Unprofiled()
@@ -141,7 +151,7 @@ class Graphs(_Part):
     a `max_num_seqs` off that grid are slow, and throughput has a cliff there (vllm-project/vllm, pull request 57355).
     """
 
-    without_graph_factor: float = Field(default=1.0, ge=1)
+    without_graph_factor: float = Field(default=1.0, ge=1, le=MOST_SECONDS)
     """How many times longer a decode step without a graph takes."""
 
 
@@ -152,7 +162,7 @@ class Law(_Part):
     """The preset's name, or the file's."""
 
     description: str
-    max_model_len: int = Field(ge=1)
+    max_model_len: int = Field(ge=1, le=_MOST_POSITIONS)
     """Positions of the model. Unit: tokens."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -195,8 +205,13 @@ def _faults(error: ValidationError) -> list[str]:
     for fault in error.errors(include_url=False):
         place, value = ".".join(str(part) for part in fault["loc"]), fault["input"]
         hint = " (YAML reads 1e-9 as text: write 1.0e-9)" if isinstance(value, str) and _is_number(value) else ""
-        faults.append(f"{place}: {fault['msg']}, got {value!r}{hint}")
+        faults.append(f"{place}: {fault['msg']}, got {_shown(value)}{hint}")
     return faults
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _is_number(text: str) -> bool:

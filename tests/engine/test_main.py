@@ -88,9 +88,13 @@ def test_true_and_false_are_honoured_in_a_file(tmp_path: Path, line: str, is_on:
         ("gpu-memory-utilization: most", ["gpu-memory-utilization", "most"]),
         ("port: 80.5", ["port", "80.5"]),
         ("port: -1", ["port", "-1", "65535"]),
-        ("seed: 2001-13-45", ["cannot be read", "month"]),
-        ("seed: " + "1" * 5000, ["cannot be read", "digits"]),
-        ("seed: " + "[" * 3000, ["cannot be read", "recursion"]),
+        ("port: 80\nseed: 2001-13-45", ["cannot be read", "line 2", "2001-13-45", "mend it"]),
+        ("seed: !!timestamp x", ["cannot be read", "line 1", "'x'", "mend it"]),
+        ("seed: !!bool x", ["cannot be read", "line 1", "'x'", "mend it"]),
+        ("seed: !!int ''", ["cannot be read", "line 1", "mend it"]),
+        ("seed: " + "1" * 5000, ["cannot be read", "line 1", "mend it"]),
+        ("seed: " + "[" * 3000, ["cannot be read", "nested", "flatten"]),
+        ("seed: \0", ["cannot be read", "plain UTF-8"]),
         ("seed: 1\nport: 80\nseed: 2", ["'seed' stands twice", "line 3"]),
         ("max-num-seqs: 1\nmax_num_seqs: 2", ["max-num-seqs", "max_num_seqs", "set the same"]),
         ("enable-prefix-caching: true\nno-enable-prefix-caching: true", ["enable-prefix-caching", "set the same"]),
@@ -109,6 +113,13 @@ def test_every_field_of_the_config_has_a_flag() -> None:
     _, parser = build_parsers()
     flags = {action.dest for action in parser._actions if action.option_strings}
     assert set(EngineConfig.__dataclass_fields__) - {"model"} <= flags
+
+
+def test_two_models_are_refused() -> None:
+    """Nobody measures another model than the one that was meant; a file's model gives way as every key of it does."""
+    with pytest.raises(ConfigError, match="'embedded' and --model 'other': leave one out"):
+        config_of("embedded", "--model", "other")
+    assert config_of("embedded", "--model", "embedded").model == "embedded"
 
 
 def test_what_needs_no_model_is_refused_before_anything_is_loaded(capfd: pytest.CaptureFixture[str]) -> None:

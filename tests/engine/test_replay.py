@@ -96,6 +96,21 @@ def test_a_file_that_is_no_trace_file_is_refused_with_its_name_and_fault(
     assert "'r0'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", [10**9, 10**400])
+def test_a_recorded_size_beyond_memory_is_refused_by_its_place(
+    value: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slip in a trace does not take the machine's memory."""
+    traces = _small()
+    traces["scenarios"][0]["config"]["num_gpu_blocks"] = value
+    assert main(["replay", _write(tmp_path, traces)]) == 2
+    assert "scenarios.0.config.num_gpu_blocks: Input should be less than or equal to" in capsys.readouterr().err
+    traces = _small()
+    traces["scenarios"][0]["requests"][0]["prompt"] = [[0, value]]
+    assert main(["replay", _write(tmp_path, traces)]) == 2
+    assert "requests.0.prompt.0.1: Input should be less than or equal to" in capsys.readouterr().err
+
+
 def test_the_command_needs_no_torch() -> None:
     """It answers in a second on any machine."""
     script = (

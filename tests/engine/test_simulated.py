@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from engine.config import ConfigError, EngineConfig, OutOfDeviceMemoryError
-from engine.core import EXECUTORS, CoreFailed, Ready, Submit, _failure_kind
+from engine.core import EXECUTORS, Core, CoreFailed, Ready, Submit, _failure_kind
 from engine.executor.clock import RealClock, VirtualClock
 from engine.executor.law import graph_sizes, law_names, load_law
 from engine.executor.simulated import SimulatedExecutor
@@ -23,6 +24,7 @@ from engine.models.folder import model_folder
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.stats import ServerStats
+from engine.step_log import StepLog
 from engine.tokenizer import TextTokenizer
 from tests.fakes.cores import Talk
 from tests.fakes.serving import serving, start
@@ -389,6 +391,41 @@ def test_mistakes_in_a_law_are_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="not a list"):
         load_law(str(tmp_path / "list.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("group", "term"),
+    [
+        ("memory", "total_bytes"),
+        ("memory", "weights_bytes"),
+        ("memory", "activation_bytes_per_token"),
+        ("memory", "kv_bytes_per_token"),
+        ("step_time", "base_s"),
+        (None, "max_model_len"),
+    ],
+)
+def test_a_figure_beyond_any_device_is_refused_by_its_place(tmp_path: Path, group: str | None, term: str) -> None:
+    """A slip of the keyboard in a law reads as one, not as a fault of the engine."""
+    law = linear_law()
+    (law if group is None else law[group])[term] = 10**400
+    with pytest.raises(ConfigError) as caught:
+        load_law(written(tmp_path, law))
+    assert (f"{group}.{term}: " if group else f"{term}: ") in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_step_log_says_that_nothing_was_computed(tmp_path: Path) -> None:
+    """A model of an engine is not fitted to a law's own figures unawares."""
+    core = Core(SimulatedExecutor(asked(written(tmp_path, linear_law())), clock=VirtualClock()))
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    core.take(Submit(request_id="a", prompt_token_ids=(1, 2), sampling=sampling))
+    report = core.step()
+    for simulated in (True, False):
+        log = StepLog(tmp_path / f"{simulated}.jsonl", simulated=simulated)
+        log.write(0, report)
+        log.close()
+    lines = [json.loads((tmp_path / f"{simulated}.jsonl").read_text()) for simulated in (True, False)]
+    assert lines[0] == lines[1] | {"simulated": True}
 
 
 def test_config_and_law_must_agree(tmp_path: Path) -> None:

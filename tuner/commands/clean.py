@@ -20,7 +20,7 @@ def clean(
     A run that is being written is left alone. Nothing is deleted.
     """
     if not runs.is_dir():
-        raise InputError(f"{runs}: no such folder")
+        raise InputError(f"{runs}: no such folder; name a run's directory, or the folder that holds some")
     stores = [RunStore.open(folder) for folder in [runs, *sorted(runs.iterdir())] if (folder / "job.yaml").is_file()]
     num_ended = sum(_clean(store) for store in stores)
     typer.echo(f"{len(stores)} runs looked through, {num_ended} engines ended")

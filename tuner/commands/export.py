@@ -92,4 +92,4 @@ def _max_model_len(store: RunStore, profile: Profile) -> int:
     for trial in store.trials():
         if trial.number in numbers and trial.outcome.outcome == "measured":
             return trial.outcome.facts.max_model_len
-    raise InputError(f"{store.path}: the trials of the {profile.name} profile are gone, so its length is unknown")
+    raise InputError(f"{store.path}: the trials behind the {profile.name} profile are gone: restore its trials/ folder")

@@ -24,7 +24,8 @@ NOTES_SHOWN = 3
 class LiveWatcher:
     """Draws on stderr while entered; stdout stays free for the answer."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, *, simulated: bool = False) -> None:
+        self._label = ", simulated" if simulated else ""
         self._title = title
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -45,7 +46,7 @@ class LiveWatcher:
 
     def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
         """The picture turns to this launch."""
-        self._head = f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}]"
+        self._head = f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}{self._label}]"
         self._stages = []
         self._draw(clock)
 

@@ -81,7 +81,7 @@ def tune(
 def _resume(path: Path, budget: dict[str, object], given: dict[str, object], *, as_json: bool) -> RunVerdict:
     """Go on with the run at `path`, with the job it has."""
     if given:
-        named = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        named = ", ".join("JOB" if key == "job" else f"--{key.replace('_', '-')}" for key in given)
         raise InputError(
             f"--resume goes on with the job of {path}: leave out {named}; --budget and --trials may change"
         )
@@ -99,8 +99,10 @@ def _run(job: TuningJob, store: RunStore, *, as_json: bool) -> RunVerdict:
     from tuner.tuning import run_tuning
     from tuner.workers import Workers
 
-    typer.echo(f"{job.name}: {job.model} on {job.engine.name}, into {store.path}", err=True)
-    watcher = LiveWatcher(f"{job.name} into {store.path}") if sys.stderr.isatty() else PlainWatcher()
+    typer.echo(f"{job.name}: {job.model} on {job.engine.described}, into {store.path}", err=True)
+    simulated = job.engine.law is not None
+    title = f"{job.name} on {job.engine.described}, into {store.path}"
+    watcher = LiveWatcher(title, simulated=simulated) if sys.stderr.isatty() else PlainWatcher(simulated=simulated)
     try:
         with watcher, StopOnInterrupt(watcher.note) as stop, Workers() as workers:
             recommendation = run_tuning(
@@ -111,7 +113,10 @@ def _run(job: TuningJob, store: RunStore, *, as_json: bool) -> RunVerdict:
         typer.echo(f"interrupted: the engine is stopped, what was measured is kept. Go on with: {go_on}", err=True)
         raise typer.Exit(130) from None
     except OSError as error:
-        raise InputError(f"{store.path}: {error.strerror or error}; the trials that ended are kept there") from error
+        raise InputError(
+            f"{store.path}: {error.strerror or error}; the trials that ended are kept there: make room, "
+            f"then go on with {shlex.join(['kneetune', 'tune', '--resume', str(store.path)])}"
+        ) from error
     write_exports(store, EVERY_FORMAT, store.path / "export")
     write_run_report(store)
     print_answer(recommendation, store.path, as_json=as_json)

@@ -23,6 +23,9 @@ PURPOSE = {
 class PlainWatcher:
     """Writes plain lines to stderr; stdout stays free for the answer."""
 
+    def __init__(self, *, simulated: bool = False) -> None:
+        self._label = ", simulated" if simulated else ""
+
     def __enter__(self) -> Self:
         return self
 
@@ -34,7 +37,7 @@ class PlainWatcher:
     def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
         """A head line for the launch."""
         self._line("")
-        self._line(f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}]  {clock_text(clock)}")
+        self._line(f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}{self._label}]  {clock_text(clock)}")
 
     def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:  # noqa: ARG002  (the protocol's)
         """One line: load, throughput, latencies, preemptions."""

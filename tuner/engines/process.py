@@ -164,4 +164,6 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s
             read_url(url, timeout_s=1.0)
             return
         time.sleep(POLL_S)
-    raise EngineStartError(f"the engine was not ready after {timeout_s:g} s", exit_code=None, timed_out=True)
+    raise EngineStartError(
+        f"the engine was not ready after {timeout_s:g} s (engine.start_timeout)", exit_code=None, timed_out=True
+    )

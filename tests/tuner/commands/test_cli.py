@@ -153,7 +153,7 @@ def test_no_answer_is_exit_1_with_the_reason_and_no_production_file(
     ("arguments", "told"),
     [
         (("tune", "embeded"), "did you mean 'embedded'"),
-        (("tune", "nothing.yaml"), "nothing.yaml: No such file"),
+        (("tune", "nothing.yaml"), "nothing.yaml cannot be read: No such file"),
         (("tune", "embedded", "--workload", "chatt"), "did you mean 'chat'"),
         (("tune", "embedded", "--engine", "vlm"), "engine.name"),
         (("tune", "embedded", "--slo-itl-p95", "50"), "write a number and its unit"),
