@@ -9,7 +9,8 @@ covers a straight line (k large), a constant (k small), the batch server N / (a 
 a decline (m finite; with p = 1 the Universal Scalability Law); batch servers with a hard cap are added to it. Each
 member is weighed by how well it explains the stages. Power as a share of the best stage's does not depend on c, so its
 expectation over the members is a plain weighted mean; the stage where it is largest is the choice of least expected
-regret. A stage no likely member explains is left out, and where too many are, the stages stand for themselves.
+regret. A stage no likely member explains is left out, a collapse past the peak first of all, and where too many are,
+the stages stand for themselves.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ SMALLEST_OUTLIER = 0.1
 """And how far in log throughput it must be off besides, to matter."""
 
 _SHARPNESS = (1.0, 1.5, 2.5, 5.0, 12.0, 40.0)
+_SHARPNESS_BEFORE_DECLINE = (1.0, 2.5, 20.0)
 _BENDS_INSIDE, _BENDS_OUTSIDE = 80, 8
-_NUM_DECLINES = 14
+_NUM_DECLINES = 28
 _NUM_SLOPES = 16
-_CAP_SHARPNESS = 20.0
+_CAP_SHARPNESS = 60.0
 _REACH = math.log(32)
 _HOPELESS = 40.0
 """Members this much worse than the best one, in chi-squared, weigh nothing and are dropped."""
 
-_PRIOR_STAGES = 0.25
+_PRIOR_STAGES = 1.0
 """How many stages' worth of scatter the default noise counts for."""
 
 _FREE_PARAMETERS = 3
@@ -130,22 +132,32 @@ def _shares(log_power: FloatArray) -> FloatArray:
 
 
 def _family(log_loads: FloatArray) -> Family:
-    """All members: plain, declining and capped ones are equally likely groups, and so is each within its group."""
+    """All members, each as likely as the others of its group.
+
+    A cap counts double: KV blocks, the token budget and a server's own limits all make one.
+    """
     first, last = log_loads[0], log_loads[-1]
     inside = np.linspace(first - math.log(2), last + math.log(2), _BENDS_INSIDE)
     below = np.linspace(first - _REACH, first - math.log(2), _BENDS_OUTSIDE, endpoint=False)
     above = np.linspace(last + _REACH, last + math.log(2), _BENDS_OUTSIDE, endpoint=False)
-    bends = np.concatenate([below, inside, above])[:, None, None]
-    sharpness = np.array(_SHARPNESS)[:, None]
-    plain = (np.logaddexp(0.0, sharpness * (log_loads - bends)) / sharpness).reshape(-1, log_loads.size)
+    bends = np.concatenate([below, inside, above])
+    plain = _bent(log_loads, bends, _SHARPNESS)
     declines = np.linspace(first, last + math.log(8), _NUM_DECLINES)[:, None, None]
-    declining = np.logaddexp(plain, 2.0 * (log_loads - declines)).reshape(-1, log_loads.size)
+    gentle = _bent(log_loads, bends[::2], _SHARPNESS_BEFORE_DECLINE)
+    declining = np.logaddexp(gentle, 2.0 * (log_loads - declines)).reshape(-1, log_loads.size)
     batch = np.logaddexp(0.0, log_loads - np.linspace(first, last + _REACH, _NUM_SLOPES)[:, None, None])
     caps = _CAP_SHARPNESS * (log_loads - inside[:, None])
     capped = (np.logaddexp(_CAP_SHARPNESS * batch, caps) / _CAP_SHARPNESS).reshape(-1, log_loads.size)
-    groups = [plain, declining, capped]
-    log_prior = np.concatenate([np.full(len(group), -math.log(len(group))) for group in groups])
-    return Family(log_loads - np.concatenate(groups), log_prior)
+    groups = [(plain, 1.0), (declining, 1.0), (capped, 2.0)]
+    log_prior = np.concatenate([np.full(len(group), math.log(weight / len(group))) for group, weight in groups])
+    return Family(log_loads - np.concatenate([group for group, _ in groups]), log_prior)
+
+
+def _bent(log_loads: FloatArray, log_bends: FloatArray, sharpness: tuple[float, ...]) -> FloatArray:
+    """How far below the straight line each bend of each sharpness is, in logs: (bends x sharpness, stages)."""
+    sharp = np.array(sharpness)[:, None]
+    below: FloatArray = np.logaddexp(0.0, sharp * (log_loads - log_bends[:, None, None])) / sharp
+    return below.reshape(-1, log_loads.size)
 
 
 def _precision(noise: FloatArray, used: BoolArray) -> FloatArray:
@@ -175,18 +187,28 @@ def _weights(family: Family, rows: FloatArray, noise: FloatArray, used: BoolArra
     return weights
 
 
+def _collapsed(log_throughput: FloatArray, noise: FloatArray) -> BoolArray:
+    """Stages from which on everything is clearly below what an earlier stage reached.
+
+    None of them can have the most power, and a cliff is no member of the family: it would be fitted at the cost of the
+    stages left of it.
+    """
+    before = np.maximum.accumulate(log_throughput)
+    from_here = np.maximum.accumulate(log_throughput[::-1])[::-1]
+    collapsed: BoolArray = from_here < before - np.maximum(SMALLEST_OUTLIER, OUTLIER_Z * noise)
+    return collapsed
+
+
 def _explained(family: Family, log_throughput: FloatArray, noise: FloatArray) -> BoolArray:
     """Which stages the family explains, by a least-absolute fit that a minority of odd stages cannot pull."""
-    num_stages = log_throughput.size
-    every = np.ones(num_stages, dtype=np.bool_)
-    if num_stages < _FEWEST_STAGES:
-        return ~every
-    if _misfit(family, log_throughput[None, :], noise, every).min() < num_stages:
-        return every
+    for asked in (np.ones_like(log_throughput, dtype=np.bool_), ~_collapsed(log_throughput, noise)):
+        num_stages = int(asked.sum())
+        if num_stages < _FEWEST_STAGES or _misfit(family, log_throughput[None, :], noise, asked).min() < num_stages:
+            return asked
     offsets = log_throughput - family.shapes
-    residuals = np.abs(offsets - np.median(offsets, axis=1, keepdims=True))
-    residual = residuals[(residuals / noise).sum(axis=1).argmin()]
+    residuals = np.abs(offsets - np.median(offsets[:, asked], axis=1, keepdims=True))
+    residual = residuals[(residuals / noise)[:, asked].sum(axis=1).argmin()]
     lost = math.sqrt(num_stages / (num_stages - _FREE_PARAMETERS))
-    scale = max(1.0, 1.4826 * lost * float(np.median(residual / noise)))
-    explained = (residual <= OUTLIER_Z * scale * noise) | (residual <= SMALLEST_OUTLIER)
-    return explained if int((~explained).sum()) <= num_stages // 3 else ~every
+    scale = max(1.0, 1.4826 * lost * float(np.median((residual / noise)[asked])))
+    explained = asked & ((residual <= OUTLIER_Z * scale * noise) | (residual <= SMALLEST_OUTLIER))
+    return explained if int((asked & ~explained).sum()) <= num_stages // 3 else np.zeros_like(asked)

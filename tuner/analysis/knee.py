@@ -35,7 +35,7 @@ DEFAULT_R = 4.5
 FEWEST_STAGES = 5
 """Valid and unfenced."""
 
-TIE = 0.03
+TIE = 0.02
 """Expected powers closer than this are equal; the stages' own figures decide between them."""
 
 _PAST_POWER = 0.6
