@@ -97,6 +97,11 @@ def _more_share_or_no_fewer_rows(config: EngineConfig, failed: EngineConfig) -> 
     return more_share or _no_less_share_and_rows(config, failed)
 
 
+def _no_less_share_rows_and_budget(config: EngineConfig, failed: EngineConfig) -> bool:
+    """A step under load takes more than was measured at start, by what it computes: a smaller budget may do."""
+    return _no_less_share_and_rows(config, failed) and config.max_num_batched_tokens >= failed.max_num_batched_tokens
+
+
 def _no_less_share_and_steps(config: EngineConfig, failed: EngineConfig) -> bool:
     """Weights and the profiled step come before the KV cache: a smaller step may start at the same share."""
     return _no_less_share(config, failed) and _no_smaller_steps(config, failed)
@@ -118,7 +123,7 @@ def _no_smaller_steps(config: EngineConfig, failed: EngineConfig) -> bool:
 _DEMANDS_NO_LESS: Mapping[FailureKind, Callable[[EngineConfig, EngineConfig], bool]] = {
     FailureKind.OOM_GRAPH_CAPTURE: _no_less_share,
     FailureKind.OOM_SAMPLER_WARMUP: _more_share_or_no_fewer_rows,
-    FailureKind.OOM_RUNTIME: _no_less_share_and_rows,
+    FailureKind.OOM_RUNTIME: _no_less_share_rows_and_budget,
     FailureKind.OOM_STARTUP: _no_less_share_and_steps,
     FailureKind.NO_KV_MEMORY: _no_more_share_and_no_smaller_steps,
 }
