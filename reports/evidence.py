@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 from reports.tables import Cell, Table, cell
 from tuner import wording
-from tuner.answer import BurstEvidence, KneeFinding, Recommendation
+from tuner.answer import BurstEvidence, Capacity, Diagnosis, KneeFinding, Recommendation
 from tuner.export.context import knee as knee_words
 from tuner.records import Measured, StageKind, StageRecord, TrialRecord, TrialRole
 
 _BINDING = {
+    "unknown": "What saturates there is unknown.",
     "kv_blocks": "What saturates there: KV blocks.",
     "token_budget": "What saturates there: the token budget of a step.",
     "compute": "What saturates there: compute. A larger batch takes proportionally longer steps.",
+    "memory_bandwidth": "What saturates there: memory bandwidth. A step mostly reads weights, keys and values.",
+    "server_cpu": "What saturates there: the server's CPU, between the steps.",
+    "client": "What stops it there is the load generator, and not the engine.",
     "fence": "What stops it there is the fence, our own limit, and not the engine.",
 }
 
@@ -26,15 +30,40 @@ def why(recommendation: Recommendation) -> tuple[str, ...]:
     lines = []
     if finding.load is not None:
         lines.append(f"Knee at {knee_words(recommendation)}, on the ladder of trial {recommendation.knee_trial}.")
-        binding = "What saturates there is unknown." if finding.binding is None else finding.binding
-        lines.append(_BINDING.get(binding, binding))
+        binding = finding.binding or "unknown"
+        lines.append(_BINDING.get(binding, f"What saturates there: {binding}."))
     if finding.cautious_load is not None:
         cautious = wording.number(finding.cautious_load)
         lines.append(f"The cautious knee (most throughput per latency, r = 1) is at {cautious}.")
+    if recommendation.diagnosis is not None:
+        lines += [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in recommendation.diagnosis.evidence]
     lines += [f"{signal[:1].upper()}{signal[1:]}" for signal in finding.signals]
     if finding.dips:
         lines.append(f"Local dips, not taken for the knee, at {', '.join(map(wording.number, finding.dips))}.")
     return tuple(lines)
+
+
+_EFFECTS = {"can_help": "can help", "cannot_help": "cannot help", "would_hurt": "would hurt", "unknown": "unknown"}
+
+
+def advice(diagnosis: Diagnosis | None) -> Table | None:
+    """Which parameters can still help, and why."""
+    if diagnosis is None or not diagnosis.advice:
+        return None
+    rows = tuple(
+        (Cell(f"{each.parameter} {each.change}"), Cell(_EFFECTS[each.effect]), Cell(each.why))
+        for each in diagnosis.advice
+    )
+    return Table(("Parameter", "Effect", "Because"), rows)
+
+
+def capacity_lines(capacity: Capacity | None) -> tuple[str, ...]:
+    """What one replica holds, and what an expected load takes."""
+    if capacity is None:
+        return ()
+    held = wording.held(capacity)
+    lines = [f"One replica: {held}.", capacity.reason, wording.cost(capacity)]
+    return tuple(line for line in lines if line)
 
 
 def cross_checks(finding: KneeFinding | None) -> Table | None:

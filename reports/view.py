@@ -14,7 +14,7 @@ from reports.trial_table import trial_table
 from tuner import wording
 from tuner.answer import Baseline, OperatingPoint, Profile, Provenance, Recommendation, RunVerdict, Slo, TimeSplit
 from tuner.export.context import knee as knee_words
-from tuner.export.runbook import Rung, Trigger, rungs, triggers
+from tuner.export.runbook import SYMPTOMS, Rung, Trigger, rungs, triggers
 from tuner.records import EngineConfig, TrialRecord
 
 
@@ -51,6 +51,9 @@ class Page(NamedTuple):
     protective_evidence: tuple[str, ...]
     why: tuple[str, ...]
     cross_checks: Table | None
+    parameters: Table | None
+    capacity: tuple[str, ...]
+    symptoms: Table | None
     overload: Table | None
     burst: Table | None
     burst_words: str
@@ -85,6 +88,9 @@ def page(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> Page:
         protective_evidence=recommendation.protective.evidence if recommendation.protective else (),
         why=evidence.why(recommendation),
         cross_checks=evidence.cross_checks(finding),
+        parameters=evidence.advice(recommendation.diagnosis),
+        capacity=evidence.capacity_lines(recommendation.capacity),
+        symptoms=_symptoms(recommendation),
         overload=evidence.overload(recommendation, trials),
         burst=evidence.burst_table(burst) if burst else None,
         burst_words=evidence.burst_words(burst) if burst else "",
@@ -99,6 +105,18 @@ def page(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> Page:
         wall=wording.duration(recommendation.time.wall_s),
         provenance=_provenance(recommendation.provenance),
     )
+
+
+def _symptoms(recommendation: Recommendation) -> Table | None:
+    """What may be seen in operation, and what it means on this engine."""
+    found = () if recommendation.diagnosis is None else recommendation.diagnosis.symptoms
+    rows = [
+        tuple(
+            Cell(text.replace("`", "")) for text in (f"{SYMPTOMS[each.symptom]}: {each.seen}", each.means, each.first)
+        )
+        for each in found
+    ]
+    return Table(("Symptom", "Means here", "First thing to do"), tuple(rows)) if rows else None
 
 
 _ADVICE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tuner.records import EngineConfig, Estimate, Record
 
@@ -42,6 +42,25 @@ class Slo(Record):
     derived: bool = False
     """Whether the limits came from the unloaded engine because none were given."""
 
+    attainment: float = Field(default=0.9, gt=0, lt=1)
+    """Share of requests that must be inside both limits by their own TTFT and TPOT where capacity is stated."""
+
+
+class Expected(Record):
+    """The load a deployment has to hold: one of the two."""
+
+    users: int | None = Field(default=None, ge=1)
+    """Requests in flight at once."""
+
+    rate_rps: float | None = Field(default=None, gt=0)
+    """Requests per second."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Expected:
+        if (self.users is None) == (self.rate_rps is None):
+            raise ValueError("expected: give either users or rate_rps, not both and not neither")
+        return self
+
 
 class CrossChecks(Record):
     """What other knee rules say; shown, never deciding. Loads, or None where a rule gives no answer."""
@@ -50,6 +69,10 @@ class CrossChecks(Record):
     usl: float | None = None
     kneedle: float | None = None
     ten_percent_per_doubling: float | None = None
+
+
+Binding = Literal["fence", "token_budget", "kv_blocks", "compute", "memory_bandwidth", "server_cpu", "client"]
+"""What holds a throughput curve back: two limits we set, four resources, or the load generator."""
 
 
 class KneeFinding(Record):
@@ -65,8 +88,8 @@ class KneeFinding(Record):
     cautious_load: float | None = None
     """The load of greatest Kleinrock power (r = 1)."""
 
-    binding: str | None = None
-    """What saturates there: `kv_blocks`, `token_budget`, `compute`, or `fence`, our own limit; None: unknown."""
+    binding: Binding | None = None
+    """What saturates there; None where the stages do not tell."""
 
     signals: tuple[str, ...] = ()
     """What was seen around the bend, in words: preemptions, dips, collapse, tail onset."""
@@ -74,6 +97,38 @@ class KneeFinding(Record):
     dips: tuple[float, ...] = ()
     cross_checks: CrossChecks = CrossChecks()
     warnings: tuple[str, ...] = ()
+
+
+class Advice(Record):
+    """Whether moving one parameter helps where the curve bends."""
+
+    parameter: str
+    change: str
+    """Which way: `raised`, `lowered`, `fp8`, `doubled`."""
+
+    effect: Literal["can_help", "cannot_help", "would_hurt", "unknown"]
+    why: str
+    """One sentence with the figure it rests on."""
+
+
+class Symptom(Record):
+    """Something seen in operation, what it means on this engine, and what to do first."""
+
+    symptom: Literal["fails_at_start", "dies_later", "latency_up", "mix_changed"]
+    seen: str
+    means: str
+    first: str
+
+
+class Diagnosis(Record):
+    """Why the knee is where it is, which parameter can still help, and what later symptoms would mean."""
+
+    binding: Binding | None
+    evidence: tuple[str, ...] = ()
+    """Sentences that led there, each with its figures; also what kept the answer open."""
+
+    advice: tuple[Advice, ...] = ()
+    symptoms: tuple[Symptom, ...] = ()
 
 
 class OperatingPoint(Record):
@@ -153,6 +208,32 @@ class LaunchNoise(Record):
     degrees_of_freedom: int
 
 
+class Capacity(Record):
+    """How much one replica of production holds, and how many replicas an expected load takes."""
+
+    attainment_target: float
+    """Share of requests inside the SLO that was asked for."""
+
+    load: int | None
+    """Most concurrent requests, on the ladder of the knee's trial, with that share inside; None: at no stage."""
+
+    load_share: Estimate | None
+    """The share there, with Wilson's interval."""
+
+    rate_rps: float | None = None
+    """Highest open-loop rate with that share inside; None where no rate was measured, or at none."""
+
+    rate_share: Estimate | None = None
+    replicas: int | None = None
+    """For the expected load; None where none was given, or no figure tells."""
+
+    reason: str | None = None
+    """How the replicas were counted, in one sentence."""
+
+    cost_per_million_tokens: float | None = None
+    """In the currency of the price: output tokens, at the expected rate where one was given, else at full load."""
+
+
 class Baseline(Record):
     """The engine's own defaults, and what production is worth beside them."""
 
@@ -209,6 +290,8 @@ class Recommendation(Record):
     knee_trial: int | None = None
     """The trial whose ladder shows it."""
 
+    diagnosis: Diagnosis | None = None
+
     production: Profile | None
     protective: Profile | None
     baseline: Baseline | None
@@ -217,6 +300,7 @@ class Recommendation(Record):
     """None where too few launches shared a schedule: intervals of several launches are then their envelope."""
 
     safe_rate_rps: Estimate | None = None
+    capacity: Capacity | None = None
     least_violating_trial: int | None = None
     """Where no setting meets the SLO: the one that comes closest."""
 

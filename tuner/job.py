@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
 
-from tuner.answer import Slo
+from tuner.answer import Expected, Slo
 from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
 from tuner.parameters import SearchedValues
@@ -80,6 +80,8 @@ class SloSpec(Record):
 
     ttft_p95: DurationS
     itl_p95: DurationS
+    attainment: float = Field(default=0.9, gt=0, lt=1)
+    """Share of requests that must be inside both, each by its own TTFT and TPOT, where capacity is stated."""
 
     @field_validator("ttft_p95", "itl_p95")
     @classmethod
@@ -143,6 +145,12 @@ class TuningJob(Record):
     search_space: SearchSpace
     sampler: SamplerName = "tpe"
     slo: SloSpec | None = None
+    expected: Expected | None = None
+    """The load the deployment has to hold; the answer then says how many replicas that takes."""
+
+    price_per_device_hour: float | None = Field(default=None, gt=0)
+    """In any currency; the answer then says what a million output tokens cost."""
+
     budget: Budget = Budget()
     measure: MeasureSpec = MeasureSpec()
     oom_margin: float = Field(default=0.02, ge=0, lt=1)
@@ -219,7 +227,11 @@ class TuningJob(Record):
         """The SLO as given; None where it has to be derived."""
         if self.slo is None:
             return None
-        return Slo(ttft_p95_ms=self.slo.ttft_p95 * 1000, itl_p95_ms=self.slo.itl_p95 * 1000)
+        return Slo(
+            ttft_p95_ms=self.slo.ttft_p95 * 1000,
+            itl_p95_ms=self.slo.itl_p95 * 1000,
+            attainment=self.slo.attainment,
+        )
 
     def config(self, values: SearchedValues) -> EngineConfig:
         """The whole engine config: what is searched and what is fixed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tuner.answer import Capacity
 from tuner.records import EngineConfig, Estimate, Setting
 
 UNKNOWN = "unknown"
@@ -98,3 +99,25 @@ def gain(ratio: Estimate) -> str:
     if ratio.high < 1:
         return f"Slower than the defaults: {value} output throughput ({within})"
     return f"No difference from the defaults beyond noise: {value} output throughput ({within})"
+
+
+def held(capacity: Capacity) -> str:
+    """How much one replica holds with the asked share of requests inside the SLO."""
+    share = f"{100 * capacity.attainment_target:g} % of requests inside the SLO"
+    if capacity.load is None or capacity.load_share is None:
+        said = f"at no measured load were {share}"
+    else:
+        said = f"{share} up to {capacity.load} concurrent requests ({_attained(capacity.load_share)} there)"
+    if capacity.rate_rps is None or capacity.rate_share is None:
+        return said
+    return f"{said}, and up to {number(capacity.rate_rps)} requests/s ({_attained(capacity.rate_share)})"
+
+
+def _attained(share_inside: Estimate) -> str:
+    return f"{share(share_inside.value)}, between {interval(share_inside, share).replace(' to ', ' and ')}"
+
+
+def cost(capacity: Capacity) -> str:
+    """What a million output tokens cost; nothing where no price was given."""
+    price = capacity.cost_per_million_tokens
+    return "" if price is None else f"{number(price)} a million output tokens"

@@ -10,9 +10,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tuner.answer import (
+    Advice,
     Baseline,
     BurstEvidence,
+    Capacity,
     CrossChecks,
+    Diagnosis,
     KneeFinding,
     LadderVerdict,
     OperatingPoint,
@@ -22,6 +25,7 @@ from tuner.answer import (
     Recommendation,
     RunVerdict,
     Slo,
+    Symptom,
     TimeSplit,
 )
 from tuner.records import (
@@ -265,6 +269,37 @@ def knee_finding() -> KneeFinding:
     )
 
 
+def diagnosis() -> Diagnosis:
+    """Compute-bound, a piece of advice of each kind, and a symptom of each."""
+    return Diagnosis(
+        binding="compute",
+        evidence=("by the prefill speed at load 1 computing takes 61% to 74% of it",),
+        advice=(
+            Advice(parameter="max_num_seqs", change="raised", effect="would_hurt", why="+2% throughput past load 22"),
+            Advice(parameter="kv_cache_dtype", change="fp8", effect="cannot_help", why="21% of KV in use"),
+            Advice(parameter="tensor_parallel_size", change="doubled", effect="can_help", why="each does half"),
+        ),
+        symptoms=(
+            Symptom(symptom="fails_at_start", seen="not healthy after 8 s", means="other use", first="free the device"),
+            Symptom(symptom="dies_later", seen="it dies after it served", means="met in no trial", first="share down"),
+            Symptom(symptom="latency_up", seen="p95 TTFT over 900 ms", means="the fence", first="add a replica"),
+            Symptom(symptom="mix_changed", seen="mean prompt above 190 tokens", means="ITL up", first="tune again"),
+        ),
+    )
+
+
+def capacity() -> Capacity:
+    """Nine in ten requests inside the SLO up to 20; three replicas for what is expected."""
+    return Capacity(
+        attainment_target=0.9,
+        load=20,
+        load_share=Estimate(value=0.95, low=0.9, high=0.98, num_samples=140),
+        replicas=3,
+        reason="3 replicas: 45 users at 20 running requests each",
+        cost_per_million_tokens=2.5,
+    )
+
+
 def production_profile() -> Profile:
     """Production: left of the knee, re-measured twice."""
     return Profile(
@@ -383,7 +418,9 @@ def resolved_run() -> FakeRun:
         production=production_profile(),
         protective=protective_profile(),
         baseline=baseline(),
+        diagnosis=diagnosis(),
         pareto=front(trials),
+        capacity=capacity(),
         num_trials=len(trials),
         num_failed=1,
         time=time_split(),

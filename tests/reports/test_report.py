@@ -21,7 +21,7 @@ from tests.fakes.records import (
     resolved_run,
     unresolved_run,
 )
-from tuner.answer import RunVerdict
+from tuner.answer import Diagnosis, RunVerdict, Symptom
 from tuner.records import Estimate, Failed
 
 UNRESOLVED = [verdict for verdict in RunVerdict if verdict is not RunVerdict.RESOLVED]
@@ -106,9 +106,26 @@ def test_the_answer_is_the_first_section() -> None:
 
 def test_every_section_of_a_resolved_run_is_there() -> None:
     """Nothing a reader needs to believe or to operate the answer is missing."""
-    expected = ["answer", "knee", "compare", "overload", "burst", "sure", "night", "trials", "time", "provenance"]
+    expected = ["answer", "knee", "diagnosis", "compare", "overload", "burst", "sure", "night"]
+    seen = shown(resolved_run())
 
-    assert shown(resolved_run()).sections == expected
+    assert seen.sections == [*expected, "trials", "time", "provenance"]
+
+
+def test_what_still_helps_and_what_a_replica_holds_is_said_with_its_figures() -> None:
+    """A reader learns which parameter to leave alone, how many replicas to order, and what a token costs."""
+    words = shown(resolved_run()).words
+
+    for part in (
+        "By the prefill speed at load 1 computing takes 61% to 74% of it.",
+        "kv_cache_dtype fp8",
+        "cannot help",
+        "90 % of requests inside the SLO up to 20 concurrent requests (95 %, between 90 % and 98 % there)",
+        "3 replicas: 45 users at 20 running requests each",
+        "2.5 a million output tokens",
+        "memory free, latency up: p95 TTFT over 900 ms",
+    ):
+        assert part in words
 
 
 @pytest.mark.parametrize("verdict", UNRESOLVED)
@@ -143,12 +160,14 @@ def test_text_from_outside_stays_text() -> None:
     protective = protective_profile(passed=False)
     assert protective.burst is not None
     burst = protective.burst.model_copy(update={"reasons": (HOSTILE,)})
+    symptom = Symptom(symptom="fails_at_start", seen=HOSTILE, means=HOSTILE, first=HOSTILE)
     hostile = FakeRun(
         run.recommendation.model_copy(
             update={
                 "reason": HOSTILE,
                 "warnings": (HOSTILE,),
                 "knee": knee_finding().model_copy(update={"signals": (HOSTILE,), "binding": HOSTILE}),
+                "diagnosis": Diagnosis(binding=None, evidence=(HOSTILE,), symptoms=(symptom,)),
                 "protective": protective.model_copy(update={"burst": burst, "cuts": (HOSTILE,)}),
                 "provenance": origin,
             }

@@ -95,6 +95,29 @@ def test_a_run_with_a_simulated_launch_is_a_simulated_run(tmp_path: Path) -> Non
     assert "simulated" in answer.warnings[0]
 
 
+def test_the_answer_says_what_binds_and_how_many_replicas_an_expected_load_takes(tmp_path: Path) -> None:
+    """Capacity comes from single requests read back from the run, against limits of this very run."""
+    over: dict[str, object] = {
+        "expected": {"users": 1000},
+        "price_per_device_hour": 2.0,
+        "slo": {"ttft_p95": "500ms", "itl_p95": "80ms", "attainment": 0.2},
+    }
+    answer, _, _ = _run(tmp_path, reshape=_saturating, over=over)
+    assert answer.slo is not None
+    assert answer.slo.attainment == 0.2
+    assert answer.production is not None
+    assert answer.capacity is not None
+    assert answer.capacity.attainment_target == 0.2
+    assert answer.capacity.load is not None
+    assert answer.capacity.replicas == math.ceil(1000 / answer.production.config.max_num_seqs)
+    assert answer.capacity.cost_per_million_tokens is not None
+    assert answer.diagnosis is not None
+    assert answer.knee is not None
+    assert answer.knee.binding == answer.diagnosis.binding
+    assert len(answer.diagnosis.advice) == 6
+    assert {each.symptom for each in answer.diagnosis.symptoms} >= {"dies_later", "latency_up", "mix_changed"}
+
+
 def test_production_stands_left_of_the_knee_and_is_confirmed_beside_the_defaults(tmp_path: Path) -> None:
     """The reported figures are those of launches made after the choice, in turn with the defaults."""
     answer, store, _ = _run(tmp_path, reshape=_saturating)

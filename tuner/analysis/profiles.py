@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tuner.analysis.capacity import is_inside
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.noise import launch_noise, widened
 from tuner.analysis.pareto import overlap, smaller_first
@@ -19,7 +20,6 @@ from tuner.analysis.slo import (
     violations,
 )
 from tuner.answer import BurstEvidence, KneeFinding, LadderVerdict, RunVerdict, Slo
-from tuner.measure import latency
 from tuner.oom_lessons import ShareCeiling
 from tuner.records import (
     CLIMB_KINDS,
@@ -168,7 +168,7 @@ def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo)
     passed = not reasons
     if over["ttft_p95"] > 0:
         reasons.append(f"{_over('p95 TTFT', stage.ttft_p95_ms, slo.ttft_p95_ms)}: requests queue")
-    good = sum(_meets(request, slo) for request in requests)
+    good = sum(is_inside(request, slo) for request in requests if not request.warm_up)
     return BurstEvidence(
         load=stage.load,
         num_completed=stage.num_completed,
@@ -301,14 +301,6 @@ def _cuts(config: EngineConfig, ceiling: EngineConfig) -> tuple[str, ...]:
         for name, why in pairs
         if getattr(config, name) < getattr(ceiling, name)
     )
-
-
-def _meets(request: RequestRecord, slo: Slo) -> bool:
-    """Whether a measured request met both limits by its own TTFT and TPOT; a single token has no gap to be late."""
-    if request.error is not None or request.rejected or request.warm_up or request.first_token_s is None:
-        return False
-    tpot_s = latency.tpot_s(request) or 0.0
-    return 1e3 * latency.ttft_s(request) <= slo.ttft_p95_ms and 1e3 * tpot_s <= slo.itl_p95_ms
 
 
 def _resolved(production: ProductionChoice) -> str:

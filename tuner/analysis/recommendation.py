@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.analysis.combine import operating_point_of, ratio
-from tuner.analysis.diagnosis import binding
+from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_of
 from tuner.analysis.noise import launch_noise
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
@@ -14,7 +14,6 @@ from tuner.analysis.slo import KV_HEADROOM
 from tuner.answer import (
     Baseline,
     BurstEvidence,
-    KneeFinding,
     LaunchNoise,
     Profile,
     Provenance,
@@ -94,13 +93,22 @@ def recommend(
     defaults: EngineConfig,
     time: TimeSplit,
     provenance: Provenance,
+    requests: Requests | None = None,
+    wanted: Wanted | None = None,
 ) -> Recommendation:
-    """Put the answer together; a `resolved` whose production was refuted is resolved no more."""
+    """Put the answer together; a `resolved` whose production was refuted is resolved no more.
+
+    Args:
+        requests: what single requests of the choice's trial tell; None where they were not kept.
+        wanted: what the job says of the deployment.
+    """
+    requests, wanted = requests or Requests(), wanted or Wanted()
     choice, protective = confirmations.choice, confirmations.protective
     noise = launch_noise(trials)
     production_profile = None if choice is None else _production(choice, confirmations.pair, noise)
     protective_profile = None if protective is None else _protective(protective, confirmations.pair)
     verdict, reason = _verdict(finding, choice, production_profile, confirmations.setbacks)
+    diagnosis = diagnosis_of(choice, trials, production_profile, protective_profile, slo, requests.mix)
     simulated = provenance.simulated or any(
         trial.outcome.facts.simulated for trial in trials if trial.outcome.outcome == "measured"
     )
@@ -108,13 +116,15 @@ def recommend(
         verdict=verdict,
         reason=reason,
         slo=slo,
-        knee=None if choice is None else _knee(choice),
+        knee=None if choice is None else choice.knee.model_copy(update={"binding": diagnosis.binding}),
         knee_trial=None if choice is None else choice.trial.number,
+        diagnosis=diagnosis,
         production=production_profile,
         protective=protective_profile,
         baseline=_baseline(trials, defaults, confirmations.pair, noise),
         pareto=pareto_front(trials),
         launch_noise=noise,
+        capacity=capacity_of(production_profile, choice, slo, requests, wanted),
         least_violating_trial=finding.least_violating_trial,
         num_trials=len(trials),
         num_failed=sum(trial.outcome.outcome == "failed" for trial in trials),
@@ -164,12 +174,6 @@ def stages_of(trials: Sequence[TrialRecord], kind: StageKind, *, load: float | N
             stages = [stage for stage in trial.outcome.stages if stage.kind is kind and stage.valid]
             found += [stage for stage in stages if load in (None, stage.load)][-1:]
     return found
-
-
-def _knee(choice: ProductionChoice) -> KneeFinding:
-    outcome = choice.trial.outcome
-    stages = outcome.stages if outcome.outcome == "measured" else ()
-    return choice.knee.model_copy(update={"binding": binding(stages, choice.knee, choice.trial.config)})
 
 
 def _production(choice: ProductionChoice, pair: ConfirmedPair | None, noise: LaunchNoise | None) -> Profile:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tuner import wording
 from tuner.analysis.standing import standing
 from tuner.answer import Profile, Recommendation, RunVerdict
 from tuner.commands.words import duration_text, estimate_text, milliseconds_text
@@ -47,6 +48,7 @@ def answer_lines(recommendation: Recommendation, path: Path) -> list[str]:
     if knee is not None and knee.load is not None:
         between = "" if knee.interval is None else f" (between {knee.interval[0]:g} and {knee.interval[1]:g})"
         lines.append(f"knee        {knee.load:g} concurrent requests{between}, bound by {knee.binding or 'unknown'}")
+    lines += _diagnosis_lines(recommendation)
     lines += [_profile_line(profile) for profile in (recommendation.production, recommendation.protective) if profile]
     baseline = recommendation.baseline
     if baseline is not None and baseline.throughput_gain is not None:
@@ -61,6 +63,7 @@ def answer_lines(recommendation: Recommendation, path: Path) -> list[str]:
         figures = f"p95 ITL {milliseconds_text(burst.itl_p95_ms)}, p95 TTFT {milliseconds_text(burst.ttft_p95_ms)}"
         reasons = f" ({'; '.join(burst.reasons)})" if burst.reasons else ""
         lines.append(f"burst       {burst.load} long prompts at once on protective: {held}, {figures}{reasons}")
+    lines += _capacity_lines(recommendation)
     time = recommendation.time
     share = 100 * time.overhead_s / time.wall_s if time.wall_s > 0 else 0.0
     lines.append(
@@ -69,6 +72,26 @@ def answer_lines(recommendation: Recommendation, path: Path) -> list[str]:
     )
     lines += [f"warning     {warning}" for warning in recommendation.warnings]
     return [*lines, f"report      {path / 'report.html'}", *_next(recommendation, path)]
+
+
+def _diagnosis_lines(recommendation: Recommendation) -> list[str]:
+    """Why the knee is there, and which parameters can still help."""
+    diagnosis = recommendation.diagnosis
+    if diagnosis is None or not diagnosis.advice:
+        return []
+    helps = [each for each in diagnosis.advice if each.effect == "can_help"]
+    said = "; ".join(f"{each.parameter} {each.change}" for each in helps) or "none of those that are known"
+    return [f"because     {'; '.join(diagnosis.evidence)}", f"can help    {said}"]
+
+
+def _capacity_lines(recommendation: Recommendation) -> list[str]:
+    """What a replica holds, and how many an expected load takes."""
+    capacity = recommendation.capacity
+    if capacity is None:
+        return []
+    more = [capacity.reason] if capacity.reason else []
+    more += [wording.cost(capacity)] if wording.cost(capacity) else []
+    return [f"capacity    {wording.held(capacity)}", *(f"            {line}" for line in more)]
 
 
 def standing_lines(store: RunStore) -> list[str]:

@@ -136,10 +136,10 @@ def runbook(recommendation: Recommendation) -> str:
     production, protective = recommendation.production, recommendation.protective
     parts = [_which_file(recommendation)]
     if production is not None:
-        parts += [_watch(recommendation), _order(recommendation)]
+        parts += [_watch(recommendation), _symptoms(recommendation), _order(recommendation)]
         if protective is not None:
             parts += [_switch(production, protective), _return(production, protective)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _which_file(recommendation: Recommendation) -> str:
@@ -180,6 +180,31 @@ def _burst(protective: Profile) -> str:
 def _watch(recommendation: Recommendation) -> str:
     rows = [f"| {trigger.seen} | {trigger.first} |" for trigger in triggers(recommendation)]
     return "\n".join(["## What to watch, what to do first", "", "| seen | first |", "| --- | --- |", *rows])
+
+
+SYMPTOMS = {
+    "fails_at_start": "fails at start",
+    "dies_later": "dies later",
+    "latency_up": "memory free, latency up",
+    "mix_changed": "other lengths",
+}
+"""A symptom's name in words."""
+
+
+def _symptoms(recommendation: Recommendation) -> str:
+    """What else may be seen, what it means on this engine, and what to do first."""
+    found = () if recommendation.diagnosis is None else recommendation.diagnosis.symptoms
+    rows = [
+        f"| {SYMPTOMS[each.symptom]} | {_one_line(each.seen)} | {_one_line(each.means)} | {_one_line(each.first)} |"
+        for each in found
+    ]
+    head = [
+        "## Symptoms and what they mean here",
+        "",
+        "| symptom | seen | means | first |",
+        "| --- | --- | --- | --- |",
+    ]
+    return "\n".join([*head, *rows]) if rows else ""
 
 
 def _order(recommendation: Recommendation) -> str:

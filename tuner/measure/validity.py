@@ -14,6 +14,9 @@ MAX_PROMPT_DEVIATION = 0.05
 MAX_PREFIX_HIT_RATE = 0.01
 MIN_COMPLETED = 5
 
+CLIENT_BOUND = "client bound"
+"""Begins every reason by which the load generator was the limit and not the engine."""
+
 ENGINE_TOLERANCE = 0.5
 """The engine's count of requests may differ from the sender's by this share, or by two requests: it is scraped a few
 times a second, and a request spends some of its time on the way."""
@@ -152,12 +155,12 @@ def _consistency(seen: Evidence) -> Iterator[str]:
 def _client(seen: Evidence) -> Iterator[str]:
     if seen.send_slip_p95_ms > MAX_SLIP_SHARE * seen.ttft_p95_ms:
         yield (
-            f"client bound: requests left {seen.send_slip_p95_ms:.2f} ms late (p95), above {MAX_SLIP_SHARE:.0%} of the "
-            f"p95 TTFT of {seen.ttft_p95_ms:.1f} ms"
+            f"{CLIENT_BOUND}: requests left {seen.send_slip_p95_ms:.2f} ms late (p95), above {MAX_SLIP_SHARE:.0%} of "
+            f"the p95 TTFT of {seen.ttft_p95_ms:.1f} ms"
         )
     bound_ms = max(MIN_LAG_BOUND_MS, MAX_LAG_SHARE * seen.itl_p50_ms)
     if seen.loop_lag_p95_ms > bound_ms:
         yield (
-            f"client bound: the load generator's event loop ran {seen.loop_lag_p95_ms:.1f} ms late (p95), "
+            f"{CLIENT_BOUND}: the load generator's event loop ran {seen.loop_lag_p95_ms:.1f} ms late (p95), "
             f"above {bound_ms:.1f} ms"
         )

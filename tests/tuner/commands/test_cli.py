@@ -96,7 +96,10 @@ def test_show_is_short_and_ends_with_the_next_command(
     assert lines[0].startswith("resolved: ")
     assert lines[-1].split()[-2:] == ["--config", str(run / "export" / "production.engine.yaml")]
     assert sys.executable in lines[-1]
-    assert len(lines) <= 14
+    assert len(lines) <= 18
+    starts = [line.split()[0] for line in lines if line[0] != " "]
+    assert "because" in starts
+    assert "capacity" in starts
 
 
 def test_show_json_is_the_recommendation(

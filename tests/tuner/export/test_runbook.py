@@ -82,6 +82,21 @@ def test_without_protective_no_lower_value_is_invented() -> None:
     assert str(PROTECTIVE.max_num_batched_tokens) not in text
 
 
+def test_each_symptom_has_its_meaning_and_its_first_step() -> None:
+    """At night nobody works out what "memory free, latency up" means on this engine."""
+    text = runbook(resolved_run().recommendation)
+
+    for name, seen in (
+        ("fails at start", "not healthy after 8 s"),
+        ("dies later", "it dies after it served"),
+        ("memory free, latency up", "p95 TTFT over 900 ms"),
+        ("other lengths", "mean prompt above 190 tokens"),
+    ):
+        assert f"| {name} | {seen} |" in text
+    without = resolved_run().recommendation.model_copy(update={"diagnosis": None})
+    assert "What symptoms mean" not in runbook(without)
+
+
 def test_the_runbook_is_one_page() -> None:
     """It is read at night."""
     assert len(runbook(resolved_run().recommendation).splitlines()) < 60

@@ -1,0 +1,87 @@
+"""Advice on each parameter follows what saturates, and carries the figure it rests on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fakes import records
+from tests.tuner.analysis.steps import BANDWIDTH, COMPUTE, Law
+from tuner.analysis.advice import advise
+from tuner.analysis.diagnosis import diagnose
+from tuner.answer import Advice, KneeFinding, LadderVerdict
+from tuner.records import EngineConfig, StepFigures
+
+KNEE = KneeFinding(verdict=LadderVerdict.KNEE, load=16.0)
+NAMES = (
+    *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_model_len"),
+    *("kv_cache_dtype", "tensor_parallel_size"),
+)
+
+
+def _advice(
+    law: Law, *, knee: KneeFinding = KNEE, config: EngineConfig = records.CHOSEN, device: str = "cuda", **change: Any
+) -> dict[str, Advice]:
+    ladder = [stage.model_copy(update=change) if stage.load == 32 else stage for stage in law.ladder()]
+    facts = law.facts().model_copy(update={"device": device})
+    given = advise(diagnose(ladder, knee, config, facts), ladder, knee, config, facts)
+    assert tuple(each.parameter for each in given) == NAMES
+    return {each.parameter: each for each in given}
+
+
+@pytest.mark.parametrize(
+    ("law", "change", "helps"),
+    [
+        (COMPUTE, {}, {"tensor_parallel_size"}),
+        (BANDWIDTH, {}, {"tensor_parallel_size", "kv_cache_dtype"}),
+        (
+            COMPUTE,
+            {"kv_cache_usage_peak": 1.0, "num_preemptions": 9},
+            {"gpu_memory_utilization", "kv_cache_dtype", "tensor_parallel_size"},
+        ),
+        (
+            COMPUTE,
+            {"mean_running": 12.0, "mean_waiting": 9.0, "steps": StepFigures(mean_tokens=1000, per_s=9)},
+            {"max_num_batched_tokens"},
+        ),
+        (COMPUTE, {"process_cpu_cores": (1.0, 0.4)}, set()),
+    ],
+)
+def test_what_can_help_follows_what_saturates(law: Law, change: dict[str, Any], helps: set[str]) -> None:
+    """Nobody turns a parameter that cannot help: more sequences do not cure a full device."""
+    given = _advice(law, **change)
+    assert {name for name, each in given.items() if each.effect == "can_help"} == helps
+
+
+def test_each_reason_carries_its_figure() -> None:
+    """Advice without its figure would have to be believed."""
+    given = _advice(COMPUTE)
+    assert given["max_num_seqs"].effect == "would_hurt"
+    assert "load 16 to 32 buys +2% throughput" in given["max_num_seqs"].why
+    assert "32%" in given["gpu_memory_utilization"].why
+    assert "320 a request" in given["max_model_len"].why
+    assert "16% of the budget of 1024 tokens" in given["max_num_batched_tokens"].why
+    assert all(any(character.isdigit() for character in each.why) for each in given.values())
+
+
+def test_a_fence_can_be_raised_and_nothing_else_helps() -> None:
+    """Where our own limit stops the curve, that limit is the one to move."""
+    given = _advice(COMPUTE, knee=KneeFinding(verdict=LadderVerdict.FENCED))
+    assert given["max_num_seqs"].effect == "can_help"
+    assert "the fence of 64" in given["max_num_seqs"].why
+    assert {each.effect for name, each in given.items() if name != "max_num_seqs"} <= {"cannot_help", "unknown"}
+
+
+def test_a_cpu_has_no_second_device_and_fp8_is_not_advised_twice() -> None:
+    """Advice that the engine cannot follow is none."""
+    assert _advice(COMPUTE, device="cpu")["tensor_parallel_size"].effect == "cannot_help"
+    fp8 = records.CHOSEN.model_copy(update={"kv_cache_dtype": "fp8"})
+    assert _advice(BANDWIDTH, config=fp8)["kv_cache_dtype"].effect == "cannot_help"
+
+
+def test_where_the_cause_is_unknown_only_what_the_figures_rule_out_is_said() -> None:
+    """An open diagnosis still knows that a third of the KV cache was in use."""
+    given = _advice(COMPUTE, mean_waiting=None)
+    assert given["gpu_memory_utilization"].effect == "cannot_help"
+    assert given["tensor_parallel_size"].effect == given["kv_cache_dtype"].effect == "unknown"

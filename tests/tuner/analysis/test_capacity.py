@@ -1,0 +1,124 @@
+"""How much one replica holds, and how many an expected load takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.records import estimate, production_profile
+from tests.tuner.measure.helpers import record
+from tuner.analysis.capacity import Attainment, attainment, capacity, is_inside, largest_load, wilson_interval
+from tuner.answer import Expected, Slo
+
+SLO = Slo(ttft_p95_ms=500.0, itl_p95_ms=100.0)
+RATE = estimate(5.0, spread=0.1)
+
+
+def _stage(load: float, inside: int, of: int = 100) -> Attainment:
+    return Attainment(load=load, num_inside=inside, num_requests=of)
+
+
+def test_wilson_as_published() -> None:
+    """Newcombe's (1998) worked examples of the score method: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    for inside, of, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert wilson_interval(inside, of) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 5000), st.data())
+def test_the_interval_holds_the_share_and_stays_inside_one(of: int, data: st.DataObject) -> None:
+    """All of 60 requests inside is not a certainty, and never more than all."""
+    inside = data.draw(st.integers(0, of))
+    low, high = wilson_interval(inside, of)
+    assert 0 <= low <= inside / of + 1e-12
+    assert inside / of - 1e-12 <= high <= 1
+    assert low < high
+
+
+def test_a_request_is_inside_by_its_own_ttft_and_tpot() -> None:
+    """A user is content or not: a mean over users is nobody's experience."""
+    assert is_inside(record(times_s=(0.4, 0.49)), SLO)
+    assert is_inside(record(times_s=(0.4,)), SLO)
+    assert not is_inside(record(times_s=(0.6, 0.65)), SLO)
+    assert not is_inside(record(times_s=(0.4, 0.6)), SLO)
+    assert not is_inside(record(times_s=(0.4, 0.45), error="died"), SLO)
+    assert not is_inside(record(times_s=(), finished_s=0.3), SLO)
+
+
+def test_failures_count_and_warm_up_does_not() -> None:
+    """A refused user was not served; one that was still being served has no verdict yet."""
+    good = record(times_s=(0.4, 0.45))
+    refused = record(times_s=(), finished_s=0.1, error="503").model_copy(update={"rejected": True})
+    early, open_ = good.model_copy(update={"warm_up": True}), good.model_copy(update={"unfinished": True})
+    assert attainment(4, [good, good, refused, early, open_], SLO) == _stage(4, 2, 3)
+    assert math.isnan(attainment(4, [early], SLO).share.value)
+
+
+def test_the_largest_load_lies_below_the_first_that_surely_falls_short() -> None:
+    """One unlucky stage does not hide the loads past it; a lucky one past the knee does not count."""
+    ladder = [_stage(1, 100), _stage(8, 88), _stage(16, 95), _stage(32, 40), _stage(64, 99)]
+    held = largest_load(ladder, 0.9)
+    assert held is not None
+    assert held.load == 16
+    assert largest_load([_stage(1, 10)], 0.9) is None
+    assert largest_load([_stage(1, 0, 0), _stage(2, 100)], 0.9) == _stage(2, 100)
+
+
+def test_replicas_for_users_follow_the_fence() -> None:
+    """45 users on a fence of 20: the third replica keeps five of them out of the queue."""
+    found = capacity(
+        production_profile(),
+        closed=[_stage(16, 95)],
+        open_=[],
+        target=0.9,
+        request_rate_rps=RATE,
+        expected=Expected(users=45),
+    )
+    assert found.replicas == 3
+    assert found.reason == "3 replicas: 45 users at 20 running requests each"
+    assert (found.load, found.rate_rps) == (16, None)
+
+
+def test_replicas_for_a_rate_take_the_larger_of_rate_and_concurrency() -> None:
+    """By the lower bound of the rate, 4.5 of 5 a second: a figure's noise must not cost the SLO."""
+
+    def found(**given: object) -> tuple[int | None, str]:
+        answer = capacity(production_profile(), closed=[], open_=[], target=0.9, request_rate_rps=RATE, **given)  # type: ignore[arg-type]
+        return answer.replicas, answer.reason or ""
+
+    replicas, reason = found(expected=Expected(rate_rps=10))
+    assert replicas == 3
+    assert "3 by at least 4.5 requests/s at the closed-loop operating point, critical load" in reason
+    assert "2 by 32 requests in flight at 20 running each" in reason
+    replicas, reason = found(expected=Expected(rate_rps=10), safe_rate_rps=estimate(3.0, spread=0.1))
+    assert replicas == 4
+    assert "the safe rate of at least 2.7 requests/s" in reason
+    assert found(expected=Expected(rate_rps=10), data_parallel_size=2)[1].endswith("at 40 running each")
+    assert found() == (None, "")
+
+
+def test_cost_follows_the_price_and_the_load_that_pays_it() -> None:
+    """Half-empty replicas make each token dearer: the expected rate, not the best case, is what is paid for."""
+    profile = production_profile()
+    tokens_per_s = profile.operating_point.output_throughput.value
+    common = {"closed": [], "open_": [], "target": 0.9, "request_rate_rps": RATE, "price_per_device_hour": 3.6}
+    full = capacity(profile, **common)  # type: ignore[arg-type]
+    assert full.cost_per_million_tokens == pytest.approx(1e3 / tokens_per_s)
+    expected = capacity(profile, **common, expected=Expected(rate_rps=10), mean_output_tokens=64.0)  # type: ignore[arg-type]
+    assert expected.cost_per_million_tokens == pytest.approx(3 * 1e3 / 640)
+    assert capacity(profile, **{**common, "price_per_device_hour": None}).cost_per_million_tokens is None  # type: ignore[arg-type]
+
+
+def test_users_and_rate_are_either_or() -> None:
+    """Two expectations that disagree would be answered by one of them, silently."""
+    with pytest.raises(ValueError, match="either users or rate_rps"):
+        Expected()
+    with pytest.raises(ValueError, match="either users or rate_rps"):
+        Expected(users=3, rate_rps=1.0)
