@@ -28,7 +28,9 @@ from checkpoints import MAX_MODEL_LEN, SHAPES, Shape, make_checkpoint
 from peers import Peer, ours, transformers, vllm
 from scheduler_step import scheduler_step_ms
 
-from tuner.load.workload import PromptRequest, Uniform, Workload, requests
+from tuner.load.lengths import Uniform
+from tuner.load.prompts import PromptRequest, conversations
+from tuner.load.workload import Workload
 from tuner.provenance import hardware
 
 CONCURRENCIES = (1, 8, 32)
@@ -194,9 +196,8 @@ def _round(shape: Shape, peers: Sequence[Peer], number: int) -> Iterator[Sample]
 
 def _requests(shape: Shape, count: int, *, entropy: int) -> list[PromptRequest]:
     tokens = range(1, shape.vocab_size)
-    return list(
-        islice(requests(WORKLOAD, token_ids=tokens, max_model_len=MAX_MODEL_LEN, entropy=(SEED, entropy)), count)
-    )
+    drawn = conversations(WORKLOAD, token_ids=tokens, max_model_len=MAX_MODEL_LEN, entropy=(SEED, entropy))
+    return [next(each) for each in islice(drawn, count)]
 
 
 def _versions(vllm_python: Path) -> dict[str, str]:
@@ -230,7 +231,7 @@ def markdown(result: Result) -> str:
     notes = [
         f"Medians over {rounds} rounds, lowest to highest in brackets; ratios within a round.",
         f"{sizes}, random Qwen3, float32.",
-        f"Prompts {WORKLOAD.input_len.mean:g} and outputs {WORKLOAD.output_len.mean:g} tokens in the mean, mixed.",
+        f"Prompts {WORKLOAD.lengths[0].mean:g} and outputs {WORKLOAD.lengths[1].mean:g} tokens in the mean, mixed.",
         f"Computing on CPUs {','.join(map(str, result.cpus))} of {result.machine}; {_said(result.versions)}.",
         f"Greedy text differs from transformers': {', '.join(differ) or 'nowhere'}.",
         f"Scheduler: {result.scheduler_step_ms:.2f} ms a step with {RUNNING} running (median).",

@@ -20,9 +20,10 @@ import uvloop
 from checkpoints import MAX_MODEL_LEN
 
 from tuner.engines.process import RunningEngine, free_port, launched
-from tuner.load.client import completion_bytes, events, read_completion
+from tuner.load.client import read_completion, request_bytes
 from tuner.load.connection import Connection, Endpoint, Exchange, connect
-from tuner.load.workload import PromptRequest
+from tuner.load.prompts import PromptRequest
+from tuner.load.stream import events
 
 MAX_NUM_SEQS, TOKEN_BUDGET = 64, 1024
 """For both servers, above any concurrency measured and as vLLM was tuned for this size of model."""
@@ -84,7 +85,7 @@ class HttpPeer:
 
         async def user(connection: Connection) -> None:
             for request in waiting:
-                payload = completion_bytes(request, endpoint=self._endpoint, model=_NAME)
+                payload = request_bytes(request, endpoint=self._endpoint, model=_NAME)
                 exchange, ended = connection.start(payload, intended_s=perf_counter())
                 await ended
                 done.append((request, exchange))

@@ -61,7 +61,7 @@ def _confirm_once(
 ) -> TrialRecord:
     """One launch: of a candidate at its own load, with the burst at the end if there is one; of the defaults (None)."""
     stages = [candidate.stage for candidate in candidates] if each is None else [each.stage]
-    loads = sorted({stage.load for stage in stages})
+    loads = sorted({stage.users for stage in stages})
     steps = [LadderStep(kind=StageKind.OPERATING, load=load) for load in loads]
     steps += [LadderStep(kind=StageKind.DOUBLE, load=2 * load) for load in loads]
     if each is not None and burst_load is not None:
@@ -129,7 +129,7 @@ def _launch(
 ) -> tuple[TrialRecord, StageRecord | None]:
     """Measure the candidate's operating point and the burst; None where the engine did not live to its end."""
     steps = (
-        LadderStep(kind=StageKind.OPERATING, load=candidate.stage.load),
+        LadderStep(kind=StageKind.OPERATING, load=candidate.stage.users),
         LadderStep(kind=StageKind.BURST, load=burst_load),
     )
     plan = FixedSteps(steps=steps, request_rate_rps=candidate.stage.request_throughput_rps)

@@ -180,6 +180,16 @@ class TuningJob(Record):
             )
         return name
 
+    @field_validator("workload", "burst")
+    @classmethod
+    def _users_who_wait(cls, workload: Workload) -> Workload:
+        if workload.loop != "closed":
+            raise ValueError(
+                f"a ladder climbs in concurrent users, and arrivals of kind {workload.arrivals.kind} have none: "
+                "leave arrivals out"
+            )
+        return workload
+
     @field_validator("model")
     @classmethod
     def _existing_model(cls, model: str) -> str:

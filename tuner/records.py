@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 
 class Record(BaseModel):
@@ -119,6 +119,20 @@ class StageKind(StrEnum):
     BURST = "burst"
     """Long prompts at twice the knee's load."""
 
+    RATE = "rate"
+    """Arrivals at a rate, whatever the engine makes of them."""
+
+    BATCH = "batch"
+    """Everything at once, until it is done."""
+
+
+Loop = Literal["closed", "open", "batch"]
+"""Who decides when the next request is sent: users who wait for their answers, the clock, or nobody: all at once."""
+
+EndedBy = Literal["precise", "time", "failures", "stalled", "oversaturated", "complete"]
+
+OPEN_KINDS = frozenset({StageKind.RATE, StageKind.BATCH})
+"""Stages that are no point of a knee curve: their load is not a number of users."""
 
 CLIMB_KINDS = frozenset({StageKind.LADDER, StageKind.BISECT})
 """Stages of the climb: an answer may stand on them, where the closing overload only says what lies past the fence."""
@@ -135,6 +149,9 @@ class RequestRecord(Record):
     """When its bytes were handed to the socket."""
 
     first_token_s: float | None = None
+    first_answer_s: float | None = None
+    """The first text that is no reasoning; None where there was none."""
+
     finished_s: float
     token_times_s: tuple[float, ...] = ()
     """Arrival of each token. A chunk of k tokens spreads them evenly over the gap it closed."""
@@ -199,8 +216,10 @@ class StageRecord(Record):
     """Order within the trial."""
 
     kind: StageKind
-    load: int = Field(ge=1)
-    """Concurrent requests of a closed loop."""
+    load: int | float = Field(gt=0)
+    """Concurrent requests of a closed loop or a batch: whole. Requests per second of an open one."""
+
+    loop: Loop = "closed"
 
     fenced: bool
     """Whether load is above the fence, so that the rest waits in the queue by our own limit."""
@@ -216,9 +235,9 @@ class StageRecord(Record):
     wall_s: float
     """Warm-up and measurement together: the time load was on the engine."""
 
-    ended_by: Literal["precise", "time", "failures", "stalled"]
-    """Which rule ended it: the interval was narrow enough, its time was up, too much failed, or the engine had work and
-    did none of it."""
+    ended_by: EndedBy
+    """Which rule ended it: the interval was narrow enough, its time was up, too much failed, the engine had work and
+    did none of it, requests came faster than it can serve them, or all there was to send had ended."""
 
     num_warm_up_requests: int
     num_completed: int
@@ -252,6 +271,10 @@ class StageRecord(Record):
     send_slip_p95_ms: Figure
     """How late the sender was: intended to handed to the socket."""
 
+    send_slip_p99_ms: Figure = math.nan
+    num_left_out: int = 0
+    """Requests of a trace that were not sent: failed in the original, or longer than the engine's `max_model_len`."""
+
     loop_lag_p95_ms: Figure
     """How late the sender's own event loop ran."""
 
@@ -277,6 +300,25 @@ class StageRecord(Record):
     memory: MemoryFigures
     valid: bool
     invalid_reasons: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _load_of_its_loop(self) -> Self:
+        if self.loop != "open" and (not isinstance(self.load, int) or self.load < 1):
+            raise ValueError(f"load={self.load} of a {self.loop} loop: it must be a whole number of at least 1")
+        if (self.loop != "closed") != (self.kind in OPEN_KINDS):
+            raise ValueError(f"a stage of kind {self.kind} has no {self.loop} loop")
+        return self
+
+    @property
+    def users(self) -> int:
+        """The load of a closed loop.
+
+        Raises:
+            ValueError: for a rate, which is no number of users.
+        """
+        if self.loop == "open":
+            raise ValueError(f"{self.load} requests/s are no number of users")
+        return int(self.load)
 
 
 class FailureKind(StrEnum):

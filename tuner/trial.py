@@ -108,6 +108,8 @@ def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = ()) -> Iterator[TrialE
                     stages.append(stage)
                     yield stage
             outcome = refused or _outcome(spec, engine, reading, stages)
+    except WorkloadError as error:
+        outcome = Failed(kind=FailureKind.INVALID_MEASUREMENT, detail=str(error))
     except DeviceHiddenError as error:
         outcome = Failed(kind=FailureKind.INFRASTRUCTURE, detail=str(error))
     except EngineStartError as error:

@@ -120,7 +120,7 @@ def _confirm(
     for _ in range(MAX_CHOICES):
         if choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
             break
-        burst_load = _burst_load(choice, choice.stage.load)
+        burst_load = _burst_load(choice, choice.stage.users)
         choice, pair = confirm_production(choice, defaults, launches, burst_load=burst_load)
         reason = refutation(choice, pair, slo)
         if reason is None:
@@ -172,6 +172,6 @@ def _protect(
     ]
     if not candidates:
         return confirmations
-    burst_load = _burst_load(choice, candidates[0].stage.load)
+    burst_load = _burst_load(choice, candidates[0].stage.users)
     protective, setbacks = try_protective(candidates, burst_load=burst_load, slo=slo, launches=launches, store=store)
     return replace(confirmations, protective=protective, setbacks=(*confirmations.setbacks, *setbacks))

@@ -47,7 +47,7 @@ def compare_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) 
         ComparePoint(
             who=_COMPARED[trial.role],
             trial=trial.number,
-            load=stage.load,
+            load=stage.users,
             output_throughput=stage.output_throughput,
             ttft_p95_ms=stage.ttft_p95_ms,
             itl_p95_ms=stage.itl_p95_ms,

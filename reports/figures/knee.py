@@ -95,7 +95,7 @@ def _shown_trial(
 
 def _curve_point(stage: StageRecord) -> CurvePoint:
     return CurvePoint(
-        load=stage.load,
+        load=stage.users,
         output_throughput=stage.output_throughput,
         ttft_p95_ms=stage.ttft_p95_ms,
         itl_p95_ms=stage.itl_p95_ms,

@@ -51,7 +51,7 @@ def ladders_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) 
                 LadderLine(
                     trial=trial.number,
                     label=f"trial {trial.number}: {config_text(trial.config)}",
-                    loads=tuple(stage.load for stage in climbed),
+                    loads=tuple(stage.users for stage in climbed),
                     output_throughputs=tuple(stage.output_throughput.value for stage in climbed),
                     chosen=trial.number == chosen,
                 )

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tuner.load.workload import PromptRequest
+from tuner.load.prompts import PromptRequest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -125,7 +125,7 @@ def choose_protective(
     ranked = []
     for trial, measured in _studied(trials):
         for stage in _open_stages(measured.stages):
-            config = _below(ceiling, trial.config, stage.load)
+            config = _below(ceiling, trial.config, stage.users)
             if config is None:
                 continue
             order = (
@@ -227,7 +227,7 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
         f"no preemption, KV use at most {_percent(stage.kv_cache_usage_peak)}",
         f"the ladder of trial {trial.number} {bend}",
     )
-    config = trial.config.fenced(stage.load)
+    config = trial.config.fenced(stage.users)
     return ProductionChoice(trial=trial, knee=knee, stage=stage, config=config, evidence=evidence)
 
 
@@ -363,7 +363,7 @@ def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
     verdicts = {trial.number: _finding(trial, outcome).verdict for trial, outcome in measured}
     counts = Counter(verdicts.values())
     open_ended = counts[LadderVerdict.NOT_REACHED] + counts[LadderVerdict.FENCED]
-    top = max(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))
+    top = max(stage.users for _, outcome in measured for stage in _open_stages(outcome.stages))
     if open_ended:
         way_out = "extend the range" if counts[LadderVerdict.NOT_REACHED] else "raise max_num_seqs"
         reason = f"no knee up to load {top} in {open_ended} of {len(measured)} ladders: {way_out}"

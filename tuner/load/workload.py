@@ -1,167 +1,169 @@
-"""What is sent: lengths, sampling parameters, and prompts that no prefix cache has seen."""
+"""What is sent and when, as a user describes it: lengths or a trace, what prompts share, sampling, arrivals."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
-from tuner.inputs import read_preset, validated
-from tuner.records import Record
+from tuner.inputs import DurationS, read_preset, validated
+from tuner.load.arrivals import AllAtOnce, Arrivals, Closed, Replayed, loop_of
+from tuner.load.lengths import Length, Tokens
+from tuner.load.traces import Trace, TraceSpec, read_trace
+from tuner.records import Loop, Record
 
 _HASH_DIGITS = 12
 
 
 class WorkloadError(ValueError):
-    """A workload the engine cannot serve whole; the message holds both lengths."""
+    """A workload the engine cannot serve as described; the message holds both figures."""
 
 
-class Fixed(Record):
-    """Every length is the same."""
+class SharedPrefix(Record):
+    """A beginning that many prompts have in common, such as a system prompt; it stands before `input_len`."""
 
-    kind: Literal["fixed"]
-    tokens: int = Field(ge=1)
+    tokens: Tokens
+    groups: int = Field(default=1, ge=1, le=1_000_000)
+    """How many different ones there are, equally often."""
 
-    @property
-    def longest(self) -> int:
-        """The largest length this can draw. Unit: tokens."""
-        return self.tokens
-
-    @property
-    def mean(self) -> float:
-        """The mean length. Unit: tokens."""
-        return float(self.tokens)
-
-    def draw(self, rng: np.random.Generator) -> int:  # noqa: ARG002 - same signature as its siblings
-        """One length. Unit: tokens."""
-        return self.tokens
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the requests that begin with one."""
 
 
-class Uniform(Record):
-    """Whole lengths from `low` to `high`, both included, equally likely."""
+class Chat(Record):
+    """Several turns with one history: each sends all that was said before and `input_len` more."""
 
-    kind: Literal["uniform"]
-    low: int = Field(ge=1)
-    high: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.low > self.high:
-            raise ValueError(f"low={self.low} is above high={self.high}: swap them")
-        return self
-
-    @property
-    def longest(self) -> int:
-        """The largest length this can draw. Unit: tokens."""
-        return self.high
-
-    @property
-    def mean(self) -> float:
-        """The mean length. Unit: tokens."""
-        return (self.low + self.high) / 2
-
-    def draw(self, rng: np.random.Generator) -> int:
-        """One length. Unit: tokens."""
-        return int(rng.integers(self.low, self.high, endpoint=True))
-
-
-Length = Annotated[Fixed | Uniform, Field(discriminator="kind")]
+    turns: int = Field(ge=2, le=1000)
+    think_time: DurationS = 0.0
+    """Mean time between an answer and the next turn; drawn exponentially."""
 
 
 class Workload(Record):
-    """What each request looks like. Two workloads of one hash send the same kind of load."""
+    """What is sent and when. Two workloads of one hash send the same kind of load."""
 
     name: str = "custom"
     why: str = "written out in the job"
     """Who sends such requests, and what they are good for in a tuning job."""
 
-    input_len: Length
-    output_len: Length
+    input_len: Length | None = None
+    output_len: Length | None = None
     temperature: float = Field(default=0.0, ge=0)
     ignore_eos: bool = True
     """Generate the asked number of tokens whatever the model says, so that stages are comparable."""
 
+    length_correlation: float = Field(default=0.0, ge=-1, le=1)
+    """Rank correlation (Spearman's) of input and output lengths."""
+
+    shared_prefix: SharedPrefix | None = None
+    chat: Chat | None = None
+    trace: TraceSpec | None = None
+    """Requests as they were once sent, in place of lengths; what was a pair stays one."""
+
+    arrivals: Arrivals = Closed()
+    api: Literal["completions", "chat"] = "completions"
+    """`/v1/completions` with token ids, whose lengths are exact, or `/v1/chat/completions` with text, whose lengths
+    are calibrated by two requests and counted by the server."""
+
+    @model_validator(mode="after")
+    def _lengths_or_a_trace(self) -> Self:
+        if self.trace is None:
+            missing = [name for name in ("input_len", "output_len") if getattr(self, name) is None]
+            if missing:
+                raise ValueError(f"{missing[0]!r} is missing: give both lengths, or a trace")
+            if isinstance(self.arrivals, Replayed):
+                raise ValueError("arrivals of kind trace replay a trace: give one under `trace`")
+        else:
+            own = {"input_len", "output_len", "length_correlation", "shared_prefix", "chat"}
+            both = sorted(own & self.model_fields_set - {name for name in own if getattr(self, name) is None})
+            if both:
+                raise ValueError(f"a trace brings its own {both[0]}: leave {both[0]} out")
+        if self.chat is not None and isinstance(self.arrivals, AllAtOnce):
+            raise ValueError("a batch is sent all at once and has no second turns: leave chat out")
+        return self
+
     @property
     def hash(self) -> str:
-        """Twelve hex digits that change with anything that is sent; the name and the reason are not sent."""
-        sent = self.model_dump_json(exclude={"name", "why"})
+        """Twelve hex digits that change with anything that is sent; the name and the reason are not sent.
+
+        What came later than the first workloads counts only where it is used, so that theirs stay as they were.
+        """
+        later = ("length_correlation", "shared_prefix", "chat", "trace", "arrivals", "api")
+        unused = {name for name in later if getattr(self, name) == type(self).model_fields[name].default}
+        unused |= {name for name in ("input_len", "output_len") if self.trace is not None}
+        sent = self.model_dump_json(exclude={"name", "why", *unused})
         return hashlib.sha256(sent.encode()).hexdigest()[:_HASH_DIGITS]
+
+    @property
+    def loop(self) -> Loop:
+        """Who decides when the next request is sent."""
+        return loop_of(self.arrivals)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether users pause between their requests."""
+        pauses = isinstance(self.arrivals, Closed) and self.arrivals.think_time > 0
+        return pauses or (self.chat is not None and self.chat.think_time > 0)
 
     @property
     def longest_request_tokens(self) -> int:
         """Prompt and output of the longest request this can draw. Unit: tokens."""
-        return self.input_len.longest + self.output_len.longest
+        if self.trace is not None:
+            return max(row.input_tokens + row.output_tokens for row in read_trace(self.trace).rows)
+        turns = self.chat.turns if self.chat else 1
+        return self._prefix_tokens + turns * (self.lengths[0].longest + self.lengths[1].longest)
 
     @property
     def mean_request_tokens(self) -> float:
         """Prompt and output of the mean request. Unit: tokens."""
-        return self.input_len.mean + self.output_len.mean
+        if self.trace is not None:
+            rows = read_trace(self.trace).rows
+            return sum(row.input_tokens + row.output_tokens for row in rows) / len(rows)
+        mean_turn = (self.chat.turns + 1) / 2 if self.chat else 1
+        prefix = self._prefix_tokens * (self.shared_prefix.share if self.shared_prefix else 0)
+        return prefix + mean_turn * (self.lengths[0].mean + self.lengths[1].mean)
 
-    def check_fits(self, max_model_len: int) -> None:
-        """Refuse a workload the engine cannot serve whole.
+    @property
+    def lengths(self) -> tuple[Length, Length]:
+        """Input and output lengths of a workload that is no trace."""
+        if self.input_len is None or self.output_len is None:
+            raise ValueError(f"workload {self.name}: a trace has no length distributions")
+        return self.input_len, self.output_len
+
+    @property
+    def _prefix_tokens(self) -> int:
+        return self.shared_prefix.tokens if self.shared_prefix else 0
+
+    def fitting_trace(self, max_model_len: int) -> Trace | None:
+        """The workload's trace without what no context of this length holds; None where it has none.
 
         Raises:
-            WorkloadError: where the longest request is above `max_model_len`.
+            WorkloadError: where nothing is left.
         """
-        if self.longest_request_tokens > max_model_len:
+        if self.trace is None:
+            return None
+        trace = read_trace(self.trace).fitting(max_model_len)
+        if not trace.rows:
+            raise WorkloadError(
+                f"workload {self.name}: none of the {trace.num_left_out} requests of {self.trace.path} fits "
+                f"max_model_len={max_model_len}: raise max_model_len or take another trace"
+            )
+        return trace
+
+    def check_fits(self, max_model_len: int) -> None:
+        """Refuse a workload the engine cannot serve whole; requests of a trace that are too long are left out.
+
+        Raises:
+            WorkloadError: where the longest request, or every request of a trace, is above `max_model_len`.
+        """
+        if self.fitting_trace(max_model_len) is None and self.longest_request_tokens > max_model_len:
+            turns = f" in {self.chat.turns} turns" if self.chat else ""
             raise WorkloadError(
                 f"workload {self.name}: its longest request has {self.longest_request_tokens} tokens "
-                f"({self.input_len.longest} in, {self.output_len.longest} out), above max_model_len={max_model_len}: "
-                "shorten the workload or raise max_model_len"
+                f"({self._prefix_tokens + self.lengths[0].longest} in, {self.lengths[1].longest} out{turns}), above "
+                f"max_model_len={max_model_len}: shorten the workload or raise max_model_len"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRequest:
-    """One request, ready to be sent."""
-
-    index: int
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    ignore_eos: bool
-
-
-def requests(
-    workload: Workload, *, token_ids: range, max_model_len: int, entropy: Sequence[int]
-) -> Iterator[PromptRequest]:
-    """Draw requests without end; the same entropy gives the same sequence, any other shares no prompt with it.
-
-    Lengths follow from the study's seed alone: every stage of every trial gets the same sequence of them, so that two
-    settings do not differ by the luck of the draw (common random numbers).
-
-    Args:
-        token_ids: ids that are ordinary tokens in the model's vocabulary.
-        entropy: (study seed, trial, stage, repeat): whatever tells this sequence from all others of a study.
-
-    Raises:
-        WorkloadError: where the longest request does not fit `max_model_len`.
-    """
-    workload.check_fits(max_model_len)
-    lengths = np.random.default_rng(np.random.SeedSequence(entropy[0]))
-    ids = np.random.default_rng(np.random.SeedSequence(list(entropy)))
-    return _draw_requests(workload, token_ids, lengths, ids)
-
-
-def _draw_requests(
-    workload: Workload, token_ids: range, lengths_rng: np.random.Generator, ids_rng: np.random.Generator
-) -> Iterator[PromptRequest]:
-    index = 0
-    while True:
-        num_prompt_tokens = workload.input_len.draw(lengths_rng)
-        ids = ids_rng.integers(token_ids.start, token_ids.stop, size=num_prompt_tokens)
-        yield PromptRequest(
-            index=index,
-            prompt_token_ids=tuple(ids.tolist()),
-            max_tokens=workload.output_len.draw(lengths_rng),
-            temperature=workload.temperature,
-            ignore_eos=workload.ignore_eos,
-        )
-        index += 1
 
 
 def load_workload(name_or_mapping: str | Mapping[str, object]) -> Workload:

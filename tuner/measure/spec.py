@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tuner.load.arrivals import AllAtOnce, Replayed
 from tuner.load.connection import Endpoint
 from tuner.load.workload import Workload
 from tuner.measure.memory import EngineMemory
@@ -16,7 +17,9 @@ class StageSpec:
 
     index: int
     kind: StageKind
-    load: int
+    load: int | float
+    """Users of a closed loop, requests per second of an open one, requests of a batch."""
+
     max_num_seqs: int
     """The fence in force."""
 
@@ -38,6 +41,11 @@ class StageSpec:
 
     stall_s: float = 60.0
     """No token for so long while requests are in flight, and by its own counters the engine did nothing: stalled."""
+
+    @property
+    def has_an_end(self) -> bool:
+        """Whether what is to be sent is finite, a batch or a trace: all of it is the window, from the first send on."""
+        return isinstance(self.workload.arrivals, AllAtOnce | Replayed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from tuner.load.generator import ClosedLoop
-from tuner.load.workload import requests
-from tuner.measure import latency, stall, steady
+from tuner.measure import latency, saturation, stall, steady
 from tuner.measure.cpu import cores_used, cpu_times
 from tuner.measure.latency import Window
+from tuner.measure.load import Generator, check_prompt_lengths, load_on
 from tuner.measure.memory import PssSampler
 from tuner.measure.prometheus import MetricsSnapshot, Scraper
 from tuner.measure.spec import StageSpec, Target
-from tuner.measure.summary import EndedBy, Seen, mean_e2e_s, settle, summarise
+from tuner.measure.summary import Seen, mean_e2e_s, settle, summarise
 from tuner.measure.transient import transient_end_s
-from tuner.records import RequestRecord, StageRecord
+from tuner.records import EndedBy, RequestRecord, StageRecord
 
 __all__ = ["MeasuredStage", "StageSpec", "Target", "measure_stage"]
 
 _POLL_S = 0.1
 _RECENT_REQUESTS = 20
 """More than half of this many latest requests failed: the stage is hopeless and ends."""
+
+
+FEWEST_OF_FIRST_WAVE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +43,10 @@ async def measure_stage(spec: StageSpec, target: Target) -> MeasuredStage:
     """Put the load on, measure, take it off again; whatever the server does, in bounded time.
 
     Raises:
-        WorkloadError: where the workload does not fit the engine's `max_model_len`; nothing has been sent then.
+        WorkloadError: where the workload does not fit the engine's `max_model_len` (nothing has been sent then), or
+            the server counts its prompts otherwise than they were meant.
     """
-    prompts = requests(
-        spec.workload, token_ids=target.token_ids, max_model_len=target.max_model_len, entropy=spec.entropy
-    )
-    generator = ClosedLoop(endpoint=target.endpoint, model=target.model, load=spec.load, prompts=prompts)
+    generator = await load_on(spec, target)
     async with AsyncExitStack() as stack:
         pss = await stack.enter_async_context(PssSampler(target.root_pid))
         await stack.enter_async_context(generator)
@@ -80,7 +82,7 @@ class _Successes:
 class _Watch:
     """Looks at the load ten times a second and decides when the window begins and ends."""
 
-    def __init__(self, spec: StageSpec, generator: ClosedLoop, scraper: Scraper, *, root_pid: int | None) -> None:
+    def __init__(self, spec: StageSpec, generator: Generator, scraper: Scraper, *, root_pid: int | None) -> None:
         self._spec = spec
         self._generator = generator
         self._log = generator.log
@@ -89,13 +91,15 @@ class _Watch:
 
     async def run(self) -> Seen:
         """Warm up, measure, and say how it went."""
-        stopped = await self._warm_up()
-        num_users_through = self._generator.num_users_through
+        stopped = None if self._spec.has_an_end else await self._warm_up()
+        check_prompt_lengths(self._log)
+        num_users_through = self._first_wave(0.0)[0]
         before = None if stopped else await self._scraper.scrape()
         cpu_before, cpu_from_s = await asyncio.to_thread(cpu_times, self._root_pid), self._log.now_s()
-        warm_s = self._log.now_s()
+        warm_s = 0.0 if self._spec.has_an_end else self._log.now_s()
         ended_by = stopped or await self._measure(warm_s)
-        window, before = self._settled(Window(warm_s, max(self._log.now_s(), warm_s + 1e-3)), before)
+        span = Window(warm_s, max(self._log.now_s(), warm_s + 1e-3))
+        window, before = (span, before) if self._spec.has_an_end else self._settled(span, before)
         cpu_after, cpu_to_s = await asyncio.to_thread(cpu_times, self._root_pid), self._log.now_s()
         after = None if ended_by == "stalled" else await self._scraper.scrape()
         if ended_by == "time" and self._never_moved(warm_s):
@@ -117,9 +121,10 @@ class _Watch:
             if stopped := self._hopeless():
                 return stopped
             now_s, request_s = self._log.now_s(), ended.mean_e2e_s()
+            num_through, num_needed = self._first_wave(request_s)
             if steady.is_warm(
-                load=self._spec.load,
-                num_users_through=self._generator.num_users_through,
+                load=num_needed,
+                num_users_through=num_through,
                 times_s=self._log.events_since(now_s - request_s),
                 now_s=now_s,
                 request_s=request_s,
@@ -127,16 +132,38 @@ class _Watch:
                 return None
         return None
 
+    def _first_wave(self, request_s: float) -> tuple[int, int]:
+        """How many requests of the first wave have ended, and how many there are.
+
+        A closed loop's is one request of every user; an open loop's is what comes while one request is served, since
+        until then fewer are in flight than later.
+        """
+        if isinstance(self._generator, ClosedLoop):
+            return self._generator.num_users_through, self._generator.load
+        return len(self._log.records), max(FEWEST_OF_FIRST_WAVE, math.ceil(self._spec.load * request_s))
+
     async def _measure(self, start_s: float) -> EndedBy:
-        looks = steady.Looks(self._spec.min_s)
+        looks, saturation_looks = steady.Looks(self._spec.min_s), steady.Looks(saturation.FEWEST_S)
         ended = _Successes(self._log.records, since_s=start_s)
         while (elapsed_s := self._log.now_s() - start_s) < self._spec.max_s:
             await asyncio.sleep(min(_POLL_S, self._spec.max_s - elapsed_s))
             if stopped := self._hopeless():
                 return stopped
-            if self._knows_enough(Window(start_s, self._log.now_s()), looks, ended):
+            if self._spec.has_an_end:
+                if self._generator.is_done:
+                    return "complete"
+                continue
+            span = Window(start_s, self._log.now_s())
+            if self._is_oversaturated(span, saturation_looks, ended):
+                return "oversaturated"
+            if self._knows_enough(span, looks, ended):
                 return "precise"
         return "time"
+
+    def _is_oversaturated(self, span: Window, looks: steady.Looks, ended: _Successes) -> bool:
+        if self._spec.workload.loop != "open" or not looks.is_due(span.length_s, request_s=ended.mean_e2e_s()):
+            return False
+        return saturation.is_oversaturated(self._log, span)
 
     def _settled(self, span: Window, before: MetricsSnapshot | None) -> tuple[Window, MetricsSnapshot | None]:
         """The part of `span` after its transient, and the scrape it begins with: it begins with one, or is all."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from tuner.load.generator import LoadLog
+from tuner.load.log import LoadLog
 from tuner.measure import latency, steady
 from tuner.measure.latency import Window
 from tuner.measure.memory import memory_figures
 from tuner.measure.prometheus import MetricsSnapshot, Number, increase
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.validity import Evidence, invalid_reasons
-from tuner.records import Estimate, RequestRecord, StageRecord, StepFigures
-
-EndedBy = Literal["precise", "time", "failures", "stalled"]
+from tuner.records import EndedBy, Estimate, RequestRecord, StageRecord, StepFigures
 
 FEWEST_SCRAPES = 10
 """So many must tell how full the engine was before that is held against the sender's count."""
@@ -93,7 +90,8 @@ def summarise(
         index=spec.index,
         kind=spec.kind,
         load=spec.load,
-        fenced=spec.load > spec.max_num_seqs,
+        loop=spec.workload.loop,
+        fenced=spec.workload.loop != "open" and spec.load > spec.max_num_seqs,
         workload_hash=spec.workload.hash,
         warm_up_s=window.start_s,
         transient_s=seen.transient_s,
@@ -114,6 +112,8 @@ def summarise(
         mean_in_flight=evidence.mean_in_flight,
         littles_law_ratio=evidence.littles_law_ratio,
         send_slip_p95_ms=evidence.send_slip_p95_ms,
+        send_slip_p99_ms=latency.percentile(_slips_ms(records, window), 0.99).value,
+        num_left_out=_num_left_out(spec, target),
         loop_lag_p95_ms=evidence.loop_lag_p95_ms,
         num_preemptions=evidence.num_preemptions,
         kv_cache_usage_peak=kv_cache_usage_peak,
@@ -178,10 +178,14 @@ def _evidence(
     completed = [record for record in ended if record.error is None]
     failures = [record for record in ended if record.error is not None and not record.rejected]
     mean_in_flight = log.mean_in_flight(window.start_s, window.end_s)
-    slips_ms = [1e3 * (record.sent_s - record.intended_s) for record in records if window.holds(record.intended_s)]
+    shares = [log.sent[record.index].shared_share for record in completed]
+    sent_tokens = [log.sent[record.index].num_tokens for record in completed]
     lags_ms = [1e3 * lag_s for at_s, lag_s in log.loop_lags if window.holds(at_s)]
     return Evidence(
         load=spec.load,
+        loop=spec.workload.loop,
+        thinks=spec.workload.thinks,
+        has_an_end=spec.has_an_end,
         ended_by=seen.ended_by,
         measured_s=window.length_s,
         num_users_through=seen.num_users_through,
@@ -192,7 +196,9 @@ def _evidence(
         num_rejected=sum(record.rejected for record in ended),
         first_error=next((record.error for record in [*failures, *records] if record.error is not None), None),
         num_estimated=sum(record.token_source == "chunks" for record in completed),
-        sent_prompt_tokens=_mean([log.sent_prompt_tokens[record.index] for record in completed]),
+        sent_prompt_tokens=_mean(sent_tokens),
+        shared_prompt_share=float(np.average(shares, weights=sent_tokens)) if shares else 0.0,
+        shared_prompt_share_error=2 * float(np.std(shares)) / len(shares) ** 0.5 if shares else 0.0,
         mean_prompt_tokens=_mean([record.num_prompt_tokens for record in completed]),
         asked_output_tokens=_mean([record.asked_output_tokens for record in completed]),
         mean_output_tokens=_mean([record.num_output_tokens for record in completed]),
@@ -203,11 +209,21 @@ def _evidence(
         littles_law_ratio=steady.littles_law_ratio(completed, window, mean_in_flight=mean_in_flight),
         mean_e2e_s=mean_e2e_s(completed),
         engine_in_flight=_engine_in_flight(inside),
-        send_slip_p95_ms=latency.percentile(slips_ms, 0.95).value,
+        send_slip_p95_ms=latency.percentile(_slips_ms(records, window), 0.95).value,
         loop_lag_p95_ms=latency.percentile(lags_ms, 0.95).value,
         ttft_p95_ms=latency.percentile([1e3 * latency.ttft_s(record) for record in completed], 0.95).value,
         itl_p50_ms=1e3 * latency.itl_percentile(records, window, 0.5).value,
     )
+
+
+def _slips_ms(records: Sequence[RequestRecord], window: Window) -> list[float]:
+    """How late each request of the window left."""
+    return [1e3 * (record.sent_s - record.intended_s) for record in records if window.holds(record.intended_s)]
+
+
+def _num_left_out(spec: StageSpec, target: Target) -> int:
+    trace = spec.workload.fitting_trace(target.max_model_len)
+    return 0 if trace is None else trace.num_left_out
 
 
 def _engine_in_flight(samples: Sequence[MetricsSnapshot]) -> float | None:

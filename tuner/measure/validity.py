@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from tuner.measure.steady import LITTLE_TOLERANCE
+from tuner.records import EndedBy, Loop
 
 MIN_SUCCESS_RATE = 0.99
 MIN_OUTPUT_RATIO = 0.98
@@ -34,8 +34,15 @@ next one then seems early, so lag blurs ITL by its own size; what is below 5 ms 
 class Evidence:
     """What the judgement rests on. NaN: no sample; None: unknown."""
 
-    load: int
-    ended_by: Literal["precise", "time", "failures", "stalled"]
+    load: int | float
+    loop: Loop
+    thinks: bool
+    """Whether users pause between requests, so that fewer are in flight than there are users."""
+
+    has_an_end: bool
+    """Whether all there was to send is the window: a batch or a trace."""
+
+    ended_by: EndedBy
     measured_s: float
     num_users_through: int
     """Users whose first request had ended when the window began."""
@@ -57,6 +64,12 @@ class Evidence:
     mean_prompt_tokens: float
     asked_output_tokens: float
     mean_output_tokens: float
+    shared_prompt_share: float
+    """Share of the prompt tokens that a prefix cache may know by the workload's design."""
+
+    shared_prompt_share_error: float
+    """Two standard errors of it: the engine counts other requests than those that ended in the window."""
+
     prefix_queries: int | None
     prefix_hits: int | None
     num_preemptions: int | None
@@ -87,11 +100,18 @@ def _ending(seen: Evidence) -> Iterator[str]:
             f"no request finished in {seen.measured_s:.1f} s: give the stage more time (measure.max_time), "
             "or send shorter requests"
         )
-    elif seen.num_users_through < seen.load:
+    elif seen.loop == "closed" and seen.num_users_through < seen.load:
         yield (
             f"not steady: when warm-up ended, {seen.num_users_through} of {seen.load} users "
             "had seen the end of their first request"
         )
+    if seen.ended_by == "time" and seen.has_an_end:
+        yield (
+            f"not complete: after {seen.measured_s:.1f} s some of what was to be sent had not ended: "
+            "give the stage more time"
+        )
+    if seen.has_an_end or seen.ended_by == "oversaturated":
+        return
     if seen.trend:
         yield "not steady: tokens came clearly faster in one half of the window than in the other"
     if seen.ttft_drifts:
@@ -110,7 +130,9 @@ def _answers(seen: Evidence) -> Iterator[str]:
             f"success rate {seen.num_completed / num_ended:.1%} ({seen.num_failed} of {num_ended} failed) is below "
             f"{MIN_SUCCESS_RATE:.0%}; first failure: {seen.first_error}"
         )
-    fewest = max(MIN_COMPLETED, seen.load // 2)
+    fewest = max(MIN_COMPLETED, int(seen.load // 2)) if seen.loop == "closed" else MIN_COMPLETED
+    if seen.loop == "batch":
+        fewest = 1
     if seen.num_completed < fewest and not _none_ended(seen):
         yield f"too few requests: {seen.num_completed} completed, {fewest} are needed at load {seen.load}"
     if seen.num_estimated:
@@ -130,16 +152,24 @@ def _workload(seen: Evidence) -> Iterator[str]:
         )
     if seen.prefix_queries and seen.prefix_hits is not None and not seen.num_preemptions:
         hit_rate = seen.prefix_hits / seen.prefix_queries
-        if hit_rate >= MAX_PREFIX_HIT_RATE:
-            yield f"warm cache: {hit_rate:.1%} of the prompt tokens were prefix-cache hits though no prompt repeats"
+        if hit_rate >= seen.shared_prompt_share + seen.shared_prompt_share_error + MAX_PREFIX_HIT_RATE:
+            yield (
+                f"warm cache: {hit_rate:.1%} of the prompt tokens were prefix-cache hits though only "
+                f"{seen.shared_prompt_share:.1%} are shared by design"
+            )
 
 
 def _consistency(seen: Evidence) -> Iterator[str]:
-    if not seen.num_rejected and abs(seen.load - seen.mean_in_flight) > LITTLE_TOLERANCE * seen.load:
+    if (
+        seen.loop == "closed"
+        and not seen.thinks
+        and not seen.num_rejected
+        and abs(seen.load - seen.mean_in_flight) > LITTLE_TOLERANCE * seen.load
+    ):
         yield f"load not held: {seen.mean_in_flight:.2f} requests in flight on average where {seen.load} were to be"
     ratio = seen.littles_law_ratio
     tolerance = LITTLE_TOLERANCE + seen.mean_e2e_s / seen.measured_s
-    if ratio is not None and abs(1 - ratio) > tolerance:
+    if ratio is not None and seen.ended_by != "oversaturated" and abs(1 - ratio) > tolerance:
         yield (
             f"Little's law: throughput x latency is {ratio:.2f} of the {seen.mean_in_flight:.2f} requests in flight, "
             f"more than {tolerance:.0%} off"

@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.server import DONE, completion_frames, event
-from tuner.load.client import completion_bytes, read_completion, token_arrivals
+from tuner.load.client import read_completion, request_bytes
 from tuner.load.connection import Endpoint, Exchange
-from tuner.load.workload import PromptRequest
+from tuner.load.prompts import PromptRequest
+from tuner.load.stream import token_arrivals
 from tuner.records import RequestRecord
 
-REQUEST = PromptRequest(index=7, prompt_token_ids=(1, 2, 3), max_tokens=9, temperature=0.0, ignore_eos=True)
+REQUEST = PromptRequest(
+    index=7, prompt_token_ids=(1, 2, 3), max_tokens=9, temperature=0.0, ignore_eos=True, num_prompt_tokens=3
+)
 ORIGIN_S = 1000.0
 
 
@@ -182,7 +185,7 @@ def test_any_cutting_of_a_stream_gives_the_same_record_but_for_times(
     pieces = [body[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     cut = record_of(*((0.1 * n, piece) for n, piece in enumerate(pieces)))
     whole = record_of((0.1, body))
-    timeless = {"first_token_s", "finished_s", "token_times_s", "longest_stall_s"}
+    timeless = {"first_token_s", "first_answer_s", "finished_s", "token_times_s", "longest_stall_s"}
     assert cut.model_dump(exclude=timeless) == whole.model_dump(exclude=timeless)
     assert len(cut.token_times_s) == cut.num_output_tokens == (num_tokens if counts != "none" else len(frames))
 
@@ -200,7 +203,7 @@ def test_gaps_add_up_to_the_stream(chunks: list[tuple[float, int]]) -> None:
 
 def test_the_request_carries_ids_counts_and_sampling() -> None:
     """A flag lost on the way (ignore_eos) makes runs that cannot be compared."""
-    head, _, body = completion_bytes(REQUEST, endpoint=Endpoint("h", 80, "/llm"), model="m").partition(b"\r\n\r\n")
+    head, _, body = request_bytes(REQUEST, endpoint=Endpoint("h", 80, "/llm"), model="m").partition(b"\r\n\r\n")
     assert head.startswith(b"POST /llm/v1/completions HTTP/1.1\r\nHost: h:80\r\n")
     assert json.loads(body) == {
         "model": "m",

@@ -9,15 +9,17 @@ import pytest
 
 from tests.fakes.server import Behaviour, StubEngine, running_stub
 from tuner.load.connection import Endpoint
-from tuner.load.generator import ClosedLoop, LoadLog
-from tuner.load.workload import PromptRequest, load_workload, requests
+from tuner.load.generator import ClosedLoop
+from tuner.load.log import LoadLog
+from tuner.load.prompts import Conversation, conversations
+from tuner.load.workload import load_workload
 
 TINY = load_workload({"input_len": {"kind": "fixed", "tokens": 5}, "output_len": {"kind": "fixed", "tokens": 3}})
 
 
-def prompts() -> Iterator[PromptRequest]:
+def prompts() -> Iterator[Conversation]:
     """Requests of five tokens in, three out."""
-    return requests(TINY, token_ids=range(256), max_model_len=99, entropy=(0, 0, 0, 0))
+    return conversations(TINY, token_ids=range(256), max_model_len=99, entropy=(0, 0, 0, 0))
 
 
 def loop_on(endpoint: Endpoint, load: int) -> ClosedLoop:
@@ -56,7 +58,7 @@ async def test_no_user_waits_for_the_paperwork_of_another() -> None:
     """Prompts written out or answers read between one user's end and another's next send count as the engine's TTFT."""
     seen: list[int] = []
 
-    def watched() -> Iterator[PromptRequest]:
+    def watched() -> Iterator[Conversation]:
         for request in prompts():
             seen.append(generator.log.num_in_flight)
             yield request

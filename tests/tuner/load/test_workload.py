@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -9,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.inputs import InputError
-from tuner.load.workload import PromptRequest, Workload, WorkloadError, load_workload, requests
+from tuner.load.prompts import PromptRequest, conversations
+from tuner.load.workload import Workload, WorkloadError, load_workload
 
 SMALL = {"input_len": {"kind": "uniform", "low": 3, "high": 9}, "output_len": {"kind": "fixed", "tokens": 5}}
+
+
+def requests(
+    workload: Workload, *, token_ids: range, max_model_len: int, entropy: tuple[int, ...]
+) -> Iterator[PromptRequest]:
+    """The first request of each conversation."""
+    found = conversations(workload, token_ids=token_ids, max_model_len=max_model_len, entropy=entropy)
+    return (next(each) for each in found)
 
 
 def draw(workload: Workload, count: int, entropy: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -11,6 +11,9 @@ from tuner.measure.validity import Evidence, invalid_reasons
 
 SOUND = Evidence(
     load=8,
+    loop="closed",
+    thinks=False,
+    has_an_end=False,
     ended_by="precise",
     measured_s=20.0,
     num_users_through=8,
@@ -25,6 +28,8 @@ SOUND = Evidence(
     mean_prompt_tokens=1027.0,
     asked_output_tokens=2048.0,
     mean_output_tokens=2048.0,
+    shared_prompt_share=0.0,
+    shared_prompt_share_error=0.0,
     prefix_queries=10_000,
     prefix_hits=50,
     num_preemptions=0,

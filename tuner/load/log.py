@@ -1,0 +1,82 @@
+"""What a load generator has seen so far, of the server and of itself."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.records import RequestRecord
+
+Floats = npt.NDArray[np.float64]
+
+
+class SentPrompt(NamedTuple):
+    """A prompt as it was sent. Unit: tokens."""
+
+    num_tokens: int
+    num_shared_tokens: int
+    """What of it a prefix cache may know by design."""
+
+    @property
+    def shared_share(self) -> float:
+        """That, as a share of the prompt."""
+        return self.num_shared_tokens / self.num_tokens
+
+
+@dataclass(slots=True)
+class LoadLog:
+    """What a load generator has seen so far. Times in seconds from its first send."""
+
+    origin_s: float = 0.0
+    """The first send, by `perf_counter`."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    """In the order in which requests ended, and were read."""
+
+    sent: dict[int, SentPrompt] = field(default_factory=dict)
+    """By request index."""
+
+    event_times_s: array[float] = field(default_factory=lambda: array("d"))
+    """When stream events arrived: a live meter for progress and steadiness; figures come from `records`."""
+
+    in_flight_steps: list[tuple[float, int]] = field(default_factory=list)
+    """(time, requests in flight from then on)."""
+
+    loop_lags: list[tuple[float, float]] = field(default_factory=list)
+    """(time, how late the event loop woke a sleeper)."""
+
+    num_in_flight: int = 0
+
+    def now_s(self) -> float:
+        """Seconds since the first send."""
+        return perf_counter() - self.origin_s
+
+    def note_events(self, at_s: float, num_events: int) -> None:
+        """Count stream events that arrived in one read."""
+        if num_events == 1:
+            self.event_times_s.append(at_s - self.origin_s)
+        else:
+            self.event_times_s.extend([at_s - self.origin_s] * num_events)
+
+    def events_since(self, at_s: float) -> Floats:
+        """When stream events arrived from then on: a copy of the meter's end, however long the meter is."""
+        return np.array(self.event_times_s[bisect_left(self.event_times_s, at_s) :])
+
+    def note_flight(self, change: int) -> None:
+        """A request took off (+1) or ended (-1)."""
+        self.num_in_flight += change
+        self.in_flight_steps.append((self.now_s(), self.num_in_flight))
+
+    def mean_in_flight(self, start_s: float, end_s: float) -> float:
+        """Time average of requests in flight over a window, by integration."""
+        area = 0.0
+        ends = [at_s for at_s, _ in self.in_flight_steps[1:]] + [end_s]
+        for (at_s, count), until_s in zip(self.in_flight_steps, ends, strict=False):
+            area += count * max(0.0, min(until_s, end_s) - max(at_s, start_s))
+        return area / (end_s - start_s)
