@@ -21,6 +21,7 @@ def trial_table(trials: Sequence[TrialRecord], recommendation: Recommendation) -
         "Knee",
         "Operating point",
         "Preemptions",
+        "Memory in use / reserved",
         "Wall",
     )
     rows = [_trial_row(trial, recommendation.slo, _finding(trial, recommendation)) for trial in trials]
@@ -50,14 +51,31 @@ def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None)
     wall = Cell(wording.duration(trial.wall_s))
     if not isinstance(trial.outcome, Measured):
         nothing = Cell("–")
-        return (*head, Cell(f"failed: {trial.outcome.kind}", trial.outcome.detail), nothing, nothing, nothing, wall)
+        return (
+            *head,
+            Cell(f"failed: {trial.outcome.kind}", trial.outcome.detail),
+            nothing,
+            nothing,
+            nothing,
+            nothing,
+            wall,
+        )
     stages = trial.outcome.stages
     num_invalid = sum(not stage.valid for stage in stages)
     outcome = Cell(
         finding.verdict.value if finding else "measured",
         f"{len(stages)} stages" + (f", {num_invalid} invalid" if num_invalid else ""),
     )
-    return (*head, outcome, _knee_cell(finding), _best_cell(stages, finding, slo), _preemption_cell(stages), wall)
+    memory = _memory_cell(stages)
+    return (
+        *head,
+        outcome,
+        _knee_cell(finding),
+        _best_cell(stages, finding, slo),
+        _preemption_cell(stages),
+        memory,
+        wall,
+    )
 
 
 def _knee_cell(finding: KneeFinding | None) -> Cell:
@@ -82,3 +100,13 @@ def _preemption_cell(stages: Sequence[StageRecord]) -> Cell:
     counts = [stage.num_preemptions for stage in stages]
     known = [count for count in counts if count is not None]
     return Cell(wording.count(sum(known) if len(known) == len(counts) else None))
+
+
+def _memory_cell(stages: Sequence[StageRecord]) -> Cell:
+    """The peak over all stages, and what the share takes whatever the load."""
+    peaks = [stage.memory.in_use_peak_bytes for stage in stages]
+    known = [peak for peak in peaks if peak is not None]
+    reserved = next((stage.memory.reserved_bytes for stage in stages), None)
+    return Cell(
+        f"{wording.memory(max(known) if known and len(known) == len(peaks) else None)} / {wording.memory(reserved)}"
+    )

@@ -156,6 +156,10 @@ class ParetoPoint(Record):
     output_throughput: float
     ttft_p95_ms: float
     itl_p95_ms: float
+    peak_memory_bytes: int | None = None
+    """Peak in use under load: what the point needs, where the share only says what it takes."""
+
+    reserved_memory_bytes: int | None = None
 
 
 class BurstEvidence(Record):

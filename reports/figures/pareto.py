@@ -15,6 +15,7 @@ from reports.figures.style import (
 )
 from tuner.answer import Recommendation
 from tuner.records import CLIMB_KINDS, StageRecord, TrialRecord
+from tuner.wording import memory
 
 
 class ParetoMark(NamedTuple):
@@ -46,7 +47,8 @@ def pareto_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) -
             ttft_p95_ms=stage.ttft_p95_ms.value,
             itl_p95_ms=stage.itl_p95_ms.value,
             on_front=(trial.number, stage.index) in front,
-            label=f"trial {trial.number}, load {stage.load}: {config_text(trial.config)}",
+            label=f"trial {trial.number}, load {stage.load}: {config_text(trial.config)}; memory in use at the peak "
+            f"{memory(stage.memory.in_use_peak_bytes)} of {memory(stage.memory.reserved_bytes)} reserved",
         )
         for trial, stage in study_stages(trials)
         if (trial.number, stage.index) in front or _ranked(stage)

@@ -109,4 +109,6 @@ def _pareto_point(point: Candidate) -> ParetoPoint:
         output_throughput=point.stage.output_throughput.value,
         ttft_p95_ms=point.stage.ttft_p95_ms.value,
         itl_p95_ms=point.stage.itl_p95_ms.value,
+        peak_memory_bytes=point.stage.memory.in_use_peak_bytes,
+        reserved_memory_bytes=point.stage.memory.reserved_bytes,
     )

@@ -99,3 +99,14 @@ def test_some_point_is_always_unbeaten(stages: list[StageRecord]) -> None:
     assert bool(kept) == bool(stages)
     assert not any(dominates(a, b) for a, b in product(stages, stages) if b.index in kept)
     assert all(any(dominates(a, b) for a in stages) for b in stages if b.index not in kept)
+
+
+def test_a_point_carries_what_it_needs_beside_what_it_reserves() -> None:
+    """Two points of one share reserve the same: the memory to compare them by is what was in use."""
+    points = pareto_front([_trial(*records.ladder(CONFIG))])
+    assert len(points) > 1
+    by_load = sorted(points, key=lambda point: point.load)
+    needs = [point.peak_memory_bytes or 0 for point in by_load]
+    assert needs == sorted(needs)
+    assert needs[0] < needs[-1]
+    assert len({point.reserved_memory_bytes for point in points}) == 1

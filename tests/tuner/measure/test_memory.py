@@ -20,6 +20,21 @@ def test_in_use_follows_the_load_and_reserved_does_not() -> None:
     assert (high.reserved_bytes, high.in_use_peak_bytes, high.device_peak_bytes) == (1000, 890, None)
 
 
+def test_one_share_reserves_the_same_for_one_request_and_for_64() -> None:
+    """At 0.90 of 24 GiB both reserve 21.6 GiB; only the peak in use tells that one of them needs no such share."""
+    gib = 2**30
+    engine = EngineMemory(
+        requested_bytes=round(0.90 * 24 * gib),
+        weights_bytes=5 * gib,
+        activation_peak_bytes=gib,
+        kv_cache_bytes=15 * gib,
+    )
+    one = memory_figures(engine, kv_cache_usage_peak=1 / 64, device_peak_bytes=None)
+    many = memory_figures(engine, kv_cache_usage_peak=1.0, device_peak_bytes=None)
+    assert one.reserved_bytes == many.reserved_bytes == round(21.6 * gib)
+    assert (one.in_use_peak_bytes, many.in_use_peak_bytes) == (6 * gib + 15 * gib // 64, 21 * gib)
+
+
 @pytest.mark.parametrize("missing", ["weights_bytes", "activation_peak_bytes", "kv_cache_bytes"])
 def test_a_figure_with_an_unknown_part_is_unknown(missing: str) -> None:
     """Adding up what happens to be known would look like less memory."""
