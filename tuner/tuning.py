@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tuner.analysis.explanation import Requests, Wanted
+from tuner.analysis.explanation import Wanted
 from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, run_verdict
 from tuner.analysis.recommendation import Confirmations, recommend, refutation
 from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, Slo
@@ -17,7 +17,7 @@ from tuner.oom_lessons import ShareCeiling, ruled_out, share_ceiling
 from tuner.planning import default_values
 from tuner.progress import Watcher
 from tuner.records import EngineConfig, TrialRecord
-from tuner.request_evidence import attained, measured_mix
+from tuner.request_evidence import requests_of
 from tuner.search import search
 from tuner.store import RunStore
 from tuner.study import Study
@@ -88,17 +88,9 @@ def _decide(
         defaults=defaults,
         time=launches.time_split(),
         provenance=provenance,
-        requests=_requests(store, confirmations.choice, slo),
+        requests=requests_of(store, confirmations.choice, launches.trials, slo),
         wanted=Wanted(expected=job.expected, price_per_device_hour=job.price_per_device_hour),
     )
-
-
-def _requests(store: RunStore, choice: ProductionChoice | None, slo: Slo | None) -> Requests:
-    """What single requests of the choice's trial tell."""
-    if choice is None or slo is None:
-        return Requests()
-    mix = measured_mix(store, choice.trial, [choice.stage])
-    return Requests(closed=attained(store, choice.trial, slo), mix=mix)
 
 
 def _ceiling(job: TuningJob, launches: Launches) -> ShareCeiling | None:
