@@ -42,6 +42,10 @@ class Bend:
     unloaded: StageRecord | None
     """At load 1."""
 
+    half: StageRecord
+    """The highest at half of the load past the bend, or less: a step's time is compared over a doubling, as two
+    neighbours may differ by noise alone. The first where there is none."""
+
     @property
     def waiting(self) -> float | None:
         """Requests that waited for room past the bend, on average."""
@@ -108,7 +112,9 @@ def bend_of(stages: Sequence[StageRecord], knee: KneeFinding) -> Bend | None:
     if not found:
         return None
     unloaded = ladder[0] if ladder[0].load == 1 else None
-    return Bend(first=found[0], past=found[-1], unloaded=unloaded)
+    past = found[-1]
+    half = [stage for stage in ladder if 2 * stage.load <= past.load]
+    return Bend(first=found[0], past=past, unloaded=unloaded, half=half[-1] if half else found[0])
 
 
 def climbed(stages: Sequence[StageRecord]) -> list[StageRecord]:
@@ -203,14 +209,14 @@ def budget_use(stage: StageRecord, config: EngineConfig) -> float | None:
 
 def _step(bend: Bend, facts: EngineFacts | None) -> Finding:
     """What takes a step's time, with nothing waiting: computing, or reading weights, keys and values."""
-    first, past = bend.first, bend.past
+    half, past = bend.half, bend.past
     evidence = [f"at load {past.load} {bend.waiting or 0.0:.1f} requests wait and KV blocks are free"]
-    before, after = step_ms(first), step_ms(past)
+    before, after = step_ms(half), step_ms(past)
     if before is None or after is None:
         return Finding(binding=None, evidence=(*evidence, "the time of a step is unknown"))
-    if past.load > first.load:
-        elasticity = math.log(after / before) / math.log(past.load / first.load)
-        evidence.append(f"a step takes {before:.3g} ms at load {first.load} and {after:.3g} ms at load {past.load}")
+    if past.load > half.load:
+        elasticity = math.log(after / before) / math.log(past.load / half.load)
+        evidence.append(f"a step takes {before:.3g} ms at load {half.load} and {after:.3g} ms at load {past.load}")
         if elasticity < FLAT_STEP:
             evidence.append("a larger batch is as good as free there, so it is not the step that saturates")
             return Finding(binding=None, evidence=tuple(evidence))
@@ -219,9 +225,11 @@ def _step(bend: Bend, facts: EngineFacts | None) -> Finding:
         evidence.append("there is no stage at load 1 to compare with, so computing and reading cannot be told apart")
         return Finding(binding=None, evidence=tuple(evidence))
     reading = "at most an unknown part" if shares.reading_high is None else f"at most {_part(shares.reading_high)}"
+    low, high = _part(shares.compute_low), _part(shares.compute_high)
+    computing = low if low == high else f"{low} to {high}"
     evidence.append(
-        f"by the prefill speed at load 1 computing takes {_part(shares.compute_low)} to {_part(shares.compute_high)} "
-        f"of it, reading {_part(shares.reading_low)} or more and {reading}"
+        f"by the prefill speed at load 1 computing takes {computing} of it, "
+        f"reading {_part(shares.reading_low)} or more and {reading}"
     )
     return Finding(binding=_roof(shares), evidence=tuple(evidence), shares=shares)
 

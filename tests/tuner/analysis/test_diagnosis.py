@@ -74,6 +74,19 @@ def test_steps_that_take_no_longer_do_not_saturate() -> None:
     assert "free" in finding.evidence[-1]
 
 
+def test_a_noisy_neighbour_does_not_make_steps_look_free() -> None:
+    """Refinement puts stages close together; one that was slow by chance must not hide that a doubling costs."""
+    slow = COMPUTE.stage(16)
+    assert slow.steps is not None
+    slow = slow.model_copy(update={"steps": slow.steps.model_copy(update={"per_s": slow.steps.per_s / 2.2})})
+    near = slow.model_copy(update={"load": 28})
+    finding = diagnose(
+        [*COMPUTE.ladder(), near], KNEE.model_copy(update={"load": 28.0}), records.CHOSEN, COMPUTE.facts()
+    )
+    assert finding.binding == "compute"
+    assert "at load 16 and" in finding.evidence[1]
+
+
 @given(
     base=st.floats(0, 30),
     token=st.floats(0.001, 2),
