@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 
 from tuner.answer import TimeSplit
+from tuner.engines.device_return import DeviceFull
+from tuner.engines.leftovers import end_lost_launch
 from tuner.job import TuningJob
 from tuner.ladder import Plan
 from tuner.progress import Clock, Watcher
@@ -47,6 +49,9 @@ class Launches:
             stop_requested: asked after each stage; True ends the job there.
         """
         self.trials: list[TrialRecord] = store.trials()
+        self.full_device: DeviceFull | None = None
+        """The device that a launch of this process left full: nothing is launched there any more."""
+
         self._confirmed = [trial for trial in self.trials if trial.role is not TrialRole.STUDY]
         self._num_earlier = len(self.trials)
         self._unfinished = store.unfinished_trial()
@@ -65,7 +70,7 @@ class Launches:
     def run(self, role: TrialRole, config: EngineConfig, *, origin: str, plan: Plan) -> TrialRecord:
         """Launch `config` and measure what `plan` says; what failed by no known fault of the config is retried.
 
-        Each try is a trial.
+        Each try is a trial. On a device that was left full nothing is launched: the trial says so.
 
         Raises:
             StopRequestedError: after the stage that was running when the user asked for an end.
@@ -73,18 +78,23 @@ class Launches:
         earlier = self._confirmed_earlier(role, config)
         if earlier is not None:
             return earlier
+        if self.full_device is not None:
+            failed = Failed(kind=FailureKind.INFRASTRUCTURE, detail=self.full_device.text)
+            return self.refuse(config, origin=origin, failed=failed, role=role)
         trial = self._run_once(role, config, origin, plan)
-        while self._may_retry(trial):
+        while self._may_retry(trial) and self.full_device is None:
             self._watcher.note(f"trial {trial.number} may have failed for reasons outside the config: tried again")
             trial = self._run_once(role, config, origin, plan)
         self._num_expected = max(0, self._num_expected - 1)
         return trial
 
-    def refuse(self, config: EngineConfig, *, origin: str, failed: Failed) -> TrialRecord:
-        """Record a study setting that is known not to work, without a launch."""
+    def refuse(
+        self, config: EngineConfig, *, origin: str, failed: Failed, role: TrialRole = TrialRole.STUDY
+    ) -> TrialRecord:
+        """Record a setting that is known not to work, without a launch."""
         said = failed.model_copy(update={"detail": f"refused before launch: {failed.detail}"})
         trial = TrialRecord(
-            number=len(self.trials), role=TrialRole.STUDY, config=config, origin=origin, outcome=said, launched=False
+            number=len(self.trials), role=role, config=config, origin=origin, outcome=said, launched=False
         )
         self._keep(trial)
         return trial
@@ -217,6 +227,8 @@ class Launches:
                         return event
                     case TrialNote(text=text):
                         self._watcher.note(text)
+                    case DeviceFull():
+                        self._leave_out(event)
                     case StageRecord():
                         self._watcher.stage_ended(spec.number, event, self._clock())
                 if self._stop_requested():
@@ -224,6 +236,9 @@ class Launches:
             detail = "the worker ended without a result"
         except WorkerLostError as error:
             detail = str(error)
+            full = end_lost_launch(spec.directory, spec.job.engine)
+            if full is not None:
+                self._leave_out(full)
         failed = Failed(kind=FailureKind.INFRASTRUCTURE, detail=detail)
         return TrialRecord(
             number=spec.number,
@@ -233,6 +248,10 @@ class Launches:
             outcome=failed,
             wall_s=time.perf_counter() - begun_s,
         )
+
+    def _leave_out(self, device: DeviceFull) -> None:
+        self.full_device = device
+        self._watcher.note(device.text)
 
     def _keep(self, trial: TrialRecord) -> None:
         self.trials.append(trial)

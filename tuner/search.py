@@ -87,6 +87,9 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
         trial = _try(job, proposal, launches, findings)
         findings.take_in(trial)
         _tell(study, proposal, trial, findings.slo)
+        if launches.full_device is not None:
+            launches.note(f"the search ends: {launches.full_device.device} is not free for another launch")
+            break
         if (alike := _all_failed_alike(launches.trials)) is not None:
             launches.note(f"the search ends: {FAILED_ALIKE} different settings failed alike and none worked: {alike}")
             break

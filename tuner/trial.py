@@ -6,14 +6,23 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tuner.climb import Climb, climb, stalled
 from tuner.engines import builtin
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
+from tuner.engines.device_memory import ReadMemory, memory_reader
+from tuner.engines.device_return import (
+    FREE_S,
+    DeviceFull,
+    device_after,
+    unless_disturbed,
+    wait_for_free,
+    write_reading,
+)
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
 from tuner.gpus import VARIABLE
 from tuner.job import TuningJob
@@ -37,6 +46,11 @@ from tuner.wording import config_text
 
 logger = logging.getLogger(__name__)
 
+_UNREADABLE = (
+    "how much of the device's memory is in use cannot be read: after the launch it is only made sure that no process "
+    "of it lives"
+)
+
 
 class TrialSpec(Record):
     """Everything a worker needs to run one trial."""
@@ -58,8 +72,8 @@ class TrialNote(Record):
     text: str
 
 
-TrialEvent = TrialNote | StageRecord | TrialRecord
-"""What a trial reports as it goes: notes, its stages one by one, itself last."""
+TrialEvent = TrialNote | DeviceFull | StageRecord | TrialRecord
+"""What a trial reports as it goes: notes, its stages one by one, a device that it left full, itself last."""
 
 
 class WorkerLostError(RuntimeError):
@@ -81,15 +95,19 @@ class TrialRunner(Protocol):
         """
 
 
-def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = ()) -> Iterator[TrialEvent]:
+def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = (), read: ReadMemory | None = None) -> Iterator[TrialEvent]:
     """Run `spec` when its devices are free: yields notes, each stage's record as it ends, then the trial's.
 
-    Whatever happens to the engine becomes a `Failed` with its kind; the engine is gone when the last value is yielded.
+    Whatever happens to the engine becomes a `Failed` with its kind; the engine is gone when the last value is yielded,
+    and its devices' memory free again, or a `DeviceFull` came before.
 
     Args:
+        spec: what to launch and to measure.
         gpus: the GPUs this trial was given, as `CUDA_VISIBLE_DEVICES` names them; its engine is shown no others.
+        read: looks at the memory of the trial's devices; None asks the driver, where they are GPUs.
     """
     environment = _environment(os.environ, gpus)
+    read = read or memory_reader(spec.job.engine, environment, num_gpus=len(gpus) or spec.config.tensor_parallel_size)
     begun = time.perf_counter()
     start_s = 0.0
     stages = list(spec.kept_stages)
@@ -99,25 +117,21 @@ def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = ()) -> Iterator[TrialE
             yield from _wait_for_devices(spec, device_names(gpus), stack)
             begun = time.perf_counter()
             _check_gpus(spec, environment)
-            engine = stack.enter_context(_launched(spec, environment, on_gpu=bool(gpus)))
-            start_s = engine.start_s
-            reading = builtin.read(engine.base_url)
-            refused = _refused(spec, engine, reading)
-            if refused is None:
-                for stage in _climb(spec, engine, reading):
-                    stages.append(stage)
-                    yield stage
-            outcome = refused or _outcome(spec, engine, reading, stages)
-    except WorkloadError as error:
-        outcome = Failed(kind=FailureKind.INVALID_MEASUREMENT, detail=str(error))
-    except DeviceHiddenError as error:
+            before = read()
+            if before is None:
+                yield TrialNote(text=f"trial {spec.number}: {_UNREADABLE}")
+            write_reading(spec.directory, before)
+            attempt = yield from _attempted(spec, environment, stages, on_gpu=bool(gpus))
+            after, full = device_after(spec.directory, before, read)
+            if full is not None:
+                yield full
+        outcome, start_s = attempt.outcome, attempt.start_s
+        if outcome.outcome == "failed" and not attempt.came_up:
+            outcome = unless_disturbed(outcome, before, after)
+            if full is None:
+                yield from _wait_for_memory(outcome, read)
+    except (DeviceHiddenError, OSError) as error:
         outcome = Failed(kind=FailureKind.INFRASTRUCTURE, detail=str(error))
-    except EngineStartError as error:
-        start_s = time.perf_counter() - begun
-        outcome = _not_started(spec, error)
-    except Exception as error:  # the edge of the worker's process: a trial that broke is a value, the study goes on
-        logger.exception("trial %d broke", spec.number)
-        outcome = _broken(spec, error)
     yield TrialRecord(
         number=spec.number,
         role=spec.role,
@@ -129,6 +143,48 @@ def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = ()) -> Iterator[TrialE
         measure_s=sum(stage.wall_s for stage in stages),
         wall_s=time.perf_counter() - begun + sum(stage.wall_s for stage in spec.kept_stages),
     )
+
+
+class _Attempt(NamedTuple):
+    """One launch, ended."""
+
+    outcome: TrialOutcome
+    start_s: float
+    came_up: bool
+
+
+def _attempted(
+    spec: TrialSpec, environment: dict[str, str], stages: list[StageRecord], *, on_gpu: bool
+) -> Generator[StageRecord, None, _Attempt]:
+    """Launch the engine, climb, end it; each stage is added to `stages` as it ends."""
+    begun = time.perf_counter()
+    start_s = 0.0
+    try:
+        with _launched(spec, environment, on_gpu=on_gpu) as engine:
+            start_s = engine.start_s
+            reading = builtin.read(engine.base_url)
+            refused = _refused(spec, engine, reading)
+            if refused is None:
+                for stage in _climb(spec, engine, reading):
+                    stages.append(stage)
+                    yield stage
+            return _Attempt(refused or _outcome(spec, engine, reading, stages), start_s, came_up=True)
+    except EngineStartError as error:
+        return _Attempt(_not_started(spec, error), time.perf_counter() - begun, came_up=False)
+    except WorkloadError as error:
+        failed = Failed(kind=FailureKind.INVALID_MEASUREMENT, detail=str(error))
+        return _Attempt(failed, start_s, came_up=True)
+    except Exception as error:  # the edge of the worker's process: a trial that broke is a value, the study goes on
+        logger.exception("trial %d broke", spec.number)
+        return _Attempt(_broken(spec, error), start_s, came_up=True)
+
+
+def _wait_for_memory(failed: Failed, read: ReadMemory) -> Iterator[TrialNote]:
+    """Where memory was short only now, give others the time to free it: the setting is tried again after that."""
+    missing = builtin.not_free(failed.detail) if failed.kind is FailureKind.INFRASTRUCTURE else None
+    if missing is not None:
+        yield TrialNote(text=f"waits up to {FREE_S:g} s for memory: {failed.detail}")
+        wait_for_free(missing, read)
 
 
 def _environment(environment: Mapping[str, str], gpus: tuple[str, ...]) -> dict[str, str]:

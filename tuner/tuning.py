@@ -78,8 +78,10 @@ def _decide(
     confirmations = Confirmations()
     if slo is not None and choice is not None and finding.verdict is RunVerdict.RESOLVED:
         confirmations = _confirm(job, searched, choice, slo, defaults, launches)
-    if slo is not None:
+    if slo is not None and launches.full_device is None:
         confirmations = _protect(job, store, launches, slo, defaults, searched, confirmations)
+    if launches.full_device is not None:
+        confirmations = replace(confirmations, setbacks=(*confirmations.setbacks, launches.full_device.text))
     return recommend(
         finding=finding,
         slo=slo,
@@ -110,7 +112,7 @@ def _confirm(
     setbacks: list[str] = []
     choice: ProductionChoice | None = first
     for _ in range(MAX_CHOICES):
-        if choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
+        if launches.full_device is not None or choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
             break
         burst_load = _burst_load(choice, choice.stage.users)
         choice, pair = confirm_production(choice, defaults, launches, burst_load=burst_load)

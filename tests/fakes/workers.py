@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tests.fakes.records import facts, stage
+from tuner.engines.device_return import DeviceFull
 from tuner.ladder import next_step
 from tuner.measure.stage import MeasuredStage
 from tuner.records import Failed, Measured, RequestRecord, StageRecord, TrialRecord
@@ -28,14 +29,17 @@ class FakeWorkers:
         reshape: Reshape = lambda made: made,
         lost: int = 0,
         simulated: bool = False,
+        fills_in: int | None = None,
     ) -> None:
         """A pool.
 
         Args:
             lost: how many of the first runs end with a dead worker.
+            fills_in: the run, from 0, that leaves its device full.
             simulated: whether the engines say that they are.
         """
         self._simulated = simulated
+        self._fills_in = fills_in
         self.launched: list[TrialSpec] = []
         self.stages_made: list[tuple[int, int]] = []
         """Trial and index of every stage, in order."""
@@ -58,6 +62,8 @@ class FakeWorkers:
                 self.stages_made.append((spec.number, made.index))
                 keep_stage(spec.directory, MeasuredStage(record=made, requests=(_request(),), samples=()))
                 yield made
+        if len(self.launched) - 1 == self._fills_in:
+            yield DeviceFull(device="GPU-a", text="nothing is launched on GPU-a any more: 5 bytes more are in use")
         outcome = failed or Measured(
             facts=facts(spec.config).model_copy(update={"simulated": self._simulated}), stages=tuple(stages)
         )

@@ -312,7 +312,8 @@ def test_on_a_gpu_auto_means_the_gpu(tmp_path: Path) -> None:
     """Where the engine cannot use its card the trial fails: engines side by side on one CPU say nothing."""
     spec = _spec(tmp_path, _steps(1))
     engine = EngineSpec(device="auto", fixed=spec.job.engine.fixed)
-    *_, trial = run_trial(spec.model_copy(update={"job": spec.job.model_copy(update={"engine": engine})}), gpus=("99",))
+    spec = spec.model_copy(update={"job": spec.job.model_copy(update={"engine": engine})})
+    *_, trial = run_trial(spec, gpus=("99",), read=lambda: ())
     assert isinstance(trial, TrialRecord)
     assert json.loads((tmp_path / "command.json").read_text())[-2:] == ["--device", "cuda"]
     assert isinstance(trial.outcome, Failed)

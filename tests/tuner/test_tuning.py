@@ -53,12 +53,13 @@ def _run(
     reshape: Reshape = lambda made: made,
     lost: int = 0,
     simulated: bool = False,
+    fills_in: int | None = None,
     over: dict[str, object] | None = None,
 ) -> tuple[Recommendation, RunStore, FakeWorkers]:
     job = load_job("embedded", over)
     origin = resolved_run().recommendation.provenance
     store = RunStore.create(tmp_path, job, origin)
-    workers = FakeWorkers(fails=fails, reshape=reshape, lost=lost, simulated=simulated)
+    workers = FakeWorkers(fails=fails, reshape=reshape, lost=lost, simulated=simulated, fills_in=fills_in)
     return run_tuning(job, store, origin, workers, Silent()), store, workers
 
 
@@ -539,3 +540,40 @@ def test_a_finished_run_gone_on_with_says_the_same(tmp_path: Path) -> None:
     again = run_tuning(store.job(), store, store.provenance(), FakeWorkers(reshape=straight), Silent())
     assert (again.verdict, again.reason) == (first.verdict, first.reason)
     assert again.protective == first.protective
+
+
+@pytest.mark.parametrize("fills_in", [0, 3, 8, 9])
+def test_nothing_is_launched_on_a_device_that_stays_full_and_a_resumed_run_looks_again(
+    tmp_path: Path, fills_in: int
+) -> None:
+    """No figure is taken beside what an earlier launch left: the run says which device, and goes on when it is free.
+
+    The search takes 9 launches, so that it is at its start, in its midst, at its end, or among those that confirm.
+    """
+    answer, store, workers = _run(tmp_path, reshape=_saturating, fills_in=fills_in)
+    assert len(workers.launched) == fills_in + 1
+    assert store.trials()[fills_in].outcome.outcome == "measured"
+    assert any("GPU-a" in warning for warning in answer.warnings)
+    assert answer.protective is None
+    refused = [trial.role for trial in store.trials() if not trial.launched]
+    confirming = [TrialRole.CONFIRM_BASELINE, TrialRole.CONFIRM_BASELINE, TrialRole.CONFIRM_PRODUCTION]
+    assert refused == (confirming if fills_in == 9 else [])
+    if fills_in < 9:
+        assert answer.verdict is not RunVerdict.RESOLVED
+
+    again = FakeWorkers(reshape=_saturating)
+    answer = run_tuning(store.job(), RunStore.open(store.path), store.provenance(), again, Silent())
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.production is not None
+    assert answer.protective is not None
+    assert not any("GPU-a" in warning for warning in answer.warnings)
+    studied = [trial for trial in store.trials() if trial.role is TrialRole.STUDY]
+    assert len(studied) == len({trial.config for trial in studied}) == store.job().budget.trials == 9
+
+
+def test_a_failure_on_a_device_that_stays_full_is_not_retried_there(tmp_path: Path) -> None:
+    """The retry would meet what made it necessary."""
+    clash = Failed(kind=FailureKind.INFRASTRUCTURE, detail="a neighbour took the memory")
+    answer, _, workers = _run(tmp_path, reshape=_saturating, fails=lambda _: clash, fills_in=0)
+    assert len(workers.launched) == 1
+    assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG

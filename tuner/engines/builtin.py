@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuner.engines.device_return import NotFree
 from tuner.engines.memory_failures import memory_failure
 from tuner.engines.process import how_it_ended, read_url
 from tuner.job import EngineSpec
@@ -20,6 +22,10 @@ NAME = "builtin"
 
 DEFAULTS = SearchedValues(max_num_seqs=128, max_num_batched_tokens=2048, gpu_memory_utilization=0.92)
 """What the engine does when it is told nothing."""
+
+_NOT_FREE = re.compile(r"asks for ([\d.]+ \w+) of [\d.]+ \w+, but [\d.]+ \w+ is free now")
+_HOLDER = re.compile(r"pid (\d+) holds")
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 def command(model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str) -> list[str]:
@@ -73,6 +79,16 @@ def last_words(log_path: Path, *, was_ready: bool, exit_code: int | None = None)
     # Nothing kills itself so: somebody did, or the kernel for want of memory; a setting is not condemned for either.
     kind = FailureKind.INFRASTRUCTURE if exit_code == -signal.SIGKILL else FailureKind.CRASHED
     return Failed(kind=kind, detail=f"{how_it_ended(exit_code)} and gave no reason; see {log_path}")
+
+
+def not_free(detail: str) -> NotFree | None:
+    """What a start was short of by the engine's own words, or None where that was not the reason."""
+    found = _NOT_FREE.search(detail)
+    if found is None:
+        return None
+    amount, unit = found[1].split()
+    holders = tuple(int(pid) for pid in _HOLDER.findall(detail))
+    return NotFree(requested_bytes=round(float(amount) * _UNITS[unit]), holders=holders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from tuner.engines.device_memory import ReadMemory, memory_reader
+from tuner.engines.device_return import DeviceFull, device_after, read_reading
 from tuner.engines.family import Launch, end, living, read_launch
+from tuner.gpus import VARIABLE
+from tuner.job import EngineSpec
 from tuner.store import RunStore
 
 
@@ -24,3 +28,18 @@ def end_leftovers(store: RunStore) -> list[Path]:
         end(launch)
         ended.append(directory)
     return ended
+
+
+def end_lost_launch(directory: Path, engine: EngineSpec, read: ReadMemory | None = None) -> DeviceFull | None:
+    """End what a trial left whose worker died, and wait for its device's memory; what is wrong with it, if anything is.
+
+    Args:
+        directory: the trial's.
+        engine: what it launched.
+        read: looks at the device's memory; None asks the driver of the GPUs that the trial was on.
+    """
+    launch, before = read_launch(directory), read_reading(directory)
+    if launch is not None:
+        end(launch)
+    shown = {VARIABLE: ",".join(use.device for use in before)}
+    return device_after(directory, before, read or memory_reader(engine, shown, num_gpus=len(before)))[1]

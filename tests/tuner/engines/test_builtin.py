@@ -6,8 +6,11 @@ import pytest
 
 from engine.__main__ import engine_config, parse_arguments
 from engine.config import EngineConfig
+from engine.device_ledger import Claim
+from engine.memory import DeviceMemory, NotEnoughMemoryError, requested_bytes
 from tuner import records
 from tuner.engines import builtin
+from tuner.engines.device_return import NotFree
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, load_job
 
@@ -111,3 +114,18 @@ def test_a_parameter_in_force_that_was_not_asked_for_is_seen(setting: dict[str, 
     (name,) = setting
     told = builtin.mismatch(config, reading(**{name: "other"}))
     assert told == f"{name}: asked for {setting[name]}, the engine runs with other"
+
+
+@pytest.mark.parametrize(("total", "unit"), [(8 * 2**30, 2**30), (96 * 2**20, 2**20), (64 * 2**10, 2**10), (500, 1)])
+def test_what_a_start_was_short_of_is_read_in_the_engines_own_words(total: int, unit: int) -> None:
+    """A retry waits for what is missing; for words it cannot read it would not wait at all."""
+    claims = (Claim(12, "x", total // 2), Claim(34, "y", 1))
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        requested_bytes(DeviceMemory(total_bytes=total, free_bytes=total // 4, claims=claims), 0.9)
+    missing = builtin.not_free(str(caught.value))
+    assert missing is not None
+    assert missing.holders == (12, 34)
+    assert abs(missing.requested_bytes - int(0.9 * total)) <= 0.01 * unit
+    assert builtin.not_free("cannot bind 127.0.0.1:80: in use") is None
+    alone = "gpu_memory_utilization=0.9 asks for 7.20 GiB of 8.00 GiB, but 2.00 GiB is free now: free some"
+    assert builtin.not_free(alone) == NotFree(requested_bytes=round(7.2 * 2**30))
