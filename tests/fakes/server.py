@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Literal
 
 from tuner.load.connection import Endpoint
@@ -26,7 +28,13 @@ class Behaviour:
     opening_frames: tuple[dict[str, Any], ...] = ()
     """Sent at once, before the first token."""
 
+    script: tuple[tuple[float, bytes], ...] | None = None
+    """(seconds after the request, event): just these are sent, in place of all others."""
+
     status: int = 200
+    retry_after: str | None = None
+    """What a refusal asks for."""
+
     error_after: int | None = None
     """Chunks after which an error object is sent, then the end mark."""
 
@@ -47,6 +55,13 @@ class StubEngine:
     prefix_hit_rate: float | None = None
     """What its metrics say of the prefix cache; None: nothing."""
 
+    num_slots: int | None = None
+    """Requests it serves at once; the others wait in it. None: all."""
+
+    tokens_per_word: float = 1.0
+    """How it counts the text of a chat."""
+
+    tokens_per_message: int = 0
     preemptions: int | None = 0
     num_requests: int = 0
     num_in_flight: int = 0
@@ -64,8 +79,15 @@ class StubEngine:
 
     num_scrapes: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+    """When each request came, by `perf_counter`."""
+
     endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _slots: asyncio.Semaphore | contextlib.nullcontext[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = contextlib.nullcontext() if self.num_slots is None else asyncio.Semaphore(self.num_slots)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it closes."""
@@ -87,31 +109,58 @@ class StubEngine:
             self._tasks.discard(task)
 
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        num_prompt_tokens = self._count(body)
+        if not body.get("stream"):
+            counts = json.dumps({"choices": [], "usage": {"prompt_tokens": num_prompt_tokens}})
+            writer.write(_plain(200, counts, "application/json"))
+            return True
+        self.arrivals_s.append(perf_counter())
         behaviour = self.behave(self.num_requests)
         self.num_requests += 1
         self.bodies.append(body)
         self.num_in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.num_in_flight)
-        self.prompt_tokens += len(body["prompt"])
+        self.prompt_tokens += num_prompt_tokens
         try:
             if behaviour.status != 200:
                 error = json.dumps({"error": {"message": f"stub says {behaviour.status}"}})
-                writer.write(_plain(behaviour.status, error, "application/json"))
+                writer.write(_plain(behaviour.status, error, "application/json", retry_after=behaviour.retry_after))
                 return True
-            return await self._stream(behaviour, body, writer)
+            async with self._slots:
+                return await self._stream(behaviour, body, num_prompt_tokens, writer)
         finally:
             self.num_in_flight -= 1
 
-    async def _stream(self, behaviour: Behaviour, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    def _count(self, body: dict[str, Any]) -> int:
+        if "prompt" in body:
+            return len(body["prompt"])
+        words = sum(len(message["content"].split()) for message in body["messages"])
+        return round(words * self.tokens_per_word) + self.tokens_per_message * len(body["messages"])
+
+    async def _play(self, script: tuple[tuple[float, bytes], ...], writer: asyncio.StreamWriter) -> bool:
+        begun_s = perf_counter()
+        for at_s, said in script:
+            await self._sleep(max(0.0, begun_s + at_s - perf_counter()), writer)
+            writer.write(_chunk(said))
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    async def _stream(
+        self, behaviour: Behaviour, body: dict[str, Any], num_prompt_tokens: int, writer: asyncio.StreamWriter
+    ) -> bool:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        if behaviour.script is not None:
+            return await self._play(behaviour.script, writer)
         for frame in behaviour.opening_frames:
             writer.write(_chunk(event(frame)))
         await self._sleep(behaviour.ttft_s, writer)
         frames = completion_frames(
-            num_prompt_tokens=len(body["prompt"]),
+            num_prompt_tokens=num_prompt_tokens,
             num_tokens=behaviour.num_tokens or body["max_tokens"],
             tokens_per_chunk=behaviour.tokens_per_chunk,
             usage=behaviour.usage,
+            is_chat="messages" in body,
+            ids=body.get("return_token_ids", False),
         )
         for sent, frame in enumerate(frames):
             if sent == behaviour.cut_after:
@@ -124,7 +173,7 @@ class StubEngine:
             if sent and frame["choices"]:
                 await self._sleep(behaviour.itl_s, writer)
             writer.write(_chunk(event(frame)))
-            self.generated_tokens += len(frame["choices"][0]["text"]) if frame["choices"] else 0
+            self.generated_tokens += _num_tokens(frame)
         writer.write(_chunk(DONE) + b"0\r\n\r\n")
         return True
 
@@ -170,10 +219,13 @@ async def running_stub(
     prefix_hit_rate: float | None = None,
     prefilling: bool = False,
     tokens_per_step: int | None = None,
+    **more: Any,
 ) -> AsyncIterator[StubEngine]:
     """A stub that listens on a free port of 127.0.0.1 while it is entered."""
     chosen = (lambda _: behave) if isinstance(behave, Behaviour) else behave
-    stub = StubEngine(behave=chosen, preemptions=preemptions, prefix_hit_rate=prefix_hit_rate, prefilling=prefilling)
+    stub = StubEngine(
+        behave=chosen, preemptions=preemptions, prefix_hit_rate=prefix_hit_rate, prefilling=prefilling, **more
+    )
     stub.tokens_per_step = tokens_per_step
     server = await asyncio.start_server(stub.handle, "127.0.0.1", 0, backlog=1024)
     stub.endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
@@ -184,6 +236,9 @@ async def running_stub(
         await stub.stop()
 
 
+_SAID_TOKEN = 77
+"""The id of whatever it says."""
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -193,22 +248,36 @@ def event(frame: object) -> bytes:
 
 
 def completion_frames(
-    *, num_prompt_tokens: int, num_tokens: int, tokens_per_chunk: int = 1, usage: str = "running"
+    *,
+    num_prompt_tokens: int,
+    num_tokens: int,
+    tokens_per_chunk: int = 1,
+    usage: str = "running",
+    is_chat: bool = False,
+    ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """The JSON frames of a streamed completion, vLLM's shape, without the end mark."""
+    """The JSON frames of a streamed completion or chat, vLLM's shape, without the end mark."""
     frames: list[dict[str, Any]] = []
     given = 0
     while given < num_tokens:
         now = min(tokens_per_chunk, num_tokens - given)
         given += now
         finish = "length" if given == num_tokens else None
-        frame: dict[str, Any] = {"choices": [{"index": 0, "text": "x" * now, "finish_reason": finish}]}
+        said: dict[str, Any] = {"delta": {"content": "x" * now}} if is_chat else {"text": "x" * now}
+        if ids:
+            said["token_ids"] = [_SAID_TOKEN] * now
+        frame: dict[str, Any] = {"choices": [{"index": 0, "finish_reason": finish, **said}]}
         if usage == "running":
             frame["usage"] = _usage(num_prompt_tokens, given)
         frames.append(frame)
     if usage != "none":
         frames.append({"choices": [], "usage": _usage(num_prompt_tokens, num_tokens)})
     return frames
+
+
+def _num_tokens(frame: dict[str, Any]) -> int:
+    said = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in frame["choices"]]
+    return sum(map(len, said))
 
 
 def _usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
@@ -223,8 +292,10 @@ def _chunk(body: bytes) -> bytes:
     return f"{len(body):x}\r\n".encode() + body + b"\r\n"
 
 
-def _plain(status: int, text: str, content_type: str) -> bytes:
-    head = f"HTTP/1.1 {status} Stub\r\nContent-Type: {content_type}\r\nContent-Length: {len(text.encode())}\r\n\r\n"
+def _plain(status: int, text: str, content_type: str, *, retry_after: str | None = None) -> bytes:
+    wait = "" if retry_after is None else f"Retry-After: {retry_after}\r\n"
+    size = len(text.encode())
+    head = f"HTTP/1.1 {status} Stub\r\nContent-Type: {content_type}\r\n{wait}Content-Length: {size}\r\n\r\n"
     return head.encode() + text.encode()
 
 

@@ -67,6 +67,10 @@ class ClosedLoop:
         """Users whose first request has ended."""
         return sum(ended > 0 for ended in self._num_ended)
 
+    def check(self) -> None:
+        """Go on, or raise what the generator died of: one that sends nothing any more looks like an idle engine."""
+        self._sender.check()
+
     @property
     def is_done(self) -> bool:
         """Never: users always have another question."""

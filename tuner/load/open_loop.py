@@ -57,6 +57,10 @@ class OpenLoop:
         """What was seen so far."""
         return self._sender.log
 
+    def check(self) -> None:
+        """Go on, or raise what the generator died of: one that sends nothing any more looks like an idle engine."""
+        self._sender.check()
+
     @property
     def is_done(self) -> bool:
         """Whether all there was to send has been sent and has ended."""

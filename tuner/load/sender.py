@@ -81,6 +81,11 @@ class Sender:
         if not task.cancelled() and self._fault is None:
             self._fault = task.exception()
 
+    def check(self) -> None:
+        """Raise what a task died of, if one did."""
+        if self._fault is not None:
+            raise self._fault
+
     async def keep_ready(self, count: int) -> None:
         """Have so many fresh connections open; one that cannot be had is left for its request to fail with."""
         oldest_s = perf_counter() - MAX_IDLE_S
@@ -178,8 +183,7 @@ class Sender:
             self._read(draft.request, exchange, now_s)
         for _, connection in self._idle:
             connection.abort()
-        if self._fault is not None:
-            raise self._fault
+        self.check()
 
     async def _probe_lag(self) -> None:
         due_s = perf_counter()

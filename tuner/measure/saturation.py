@@ -1,9 +1,9 @@
 """Whether requests come faster than a server can serve them: its queue then grows without end. Pure.
 
-The rule: over ten equal parts of the window both the mean number of requests in flight and the median TTFT, by the
-time a request was meant to be sent, rise by the Mann-Kendall test at 1 % each, and the number in flight rises by at
-least half of its mean (Theil-Sen slope times length). One rising alone is not it: a queue that fills to its steady
-length shows in flight, a colder cache shows in TTFT.
+The rule: over ten equal parts of the window both the mean number of requests in flight and the median TTFT of the
+requests that ended in it rise by the Mann-Kendall test at 1 % each, and the number in flight rises by at least half of
+its mean (Theil-Sen slope times length). One rising alone is not it: a queue that fills to its steady length shows in
+flight, a colder cache shows in TTFT.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from tuner.load.log import LoadLog
-from tuner.measure.latency import Window, ttft_s
+from tuner.measure.latency import Window, e2e_s, finished_inside, ttft_s
 from tuner.records import RequestRecord
 
 NUM_PARTS = 10
@@ -22,8 +22,9 @@ FEWEST_PARTS = 7
 """Parts without an ended request say nothing of TTFT; with fewer left the test has no power at 1 %."""
 
 FEWEST_S = 5.0
-FEWEST_REQUEST_LENGTHS = 5.0
-"""Parts are to be half a request long at least, or neighbours are the same requests."""
+FEWEST_SERVICE_LENGTHS = 5.0
+"""Parts are to be half as long at least as a request is served, from its first token on, or neighbours are the same
+requests. The wait before is not counted: it is what grows."""
 
 SIGNIFICANT_Z = 2.326
 """One-sided, 1 %."""
@@ -45,9 +46,8 @@ def mann_kendall_z(values: Sequence[float]) -> float:
 
 def is_oversaturated(log: LoadLog, window: Window) -> bool:
     """Whether the rule of this module holds in a window of an open loop."""
-    ended = [record for record in log.records if record.error is None and window.holds(record.intended_s)]
-    request_s = float(np.mean([record.finished_s - record.intended_s for record in ended])) if ended else np.inf
-    if window.length_s < max(FEWEST_S, FEWEST_REQUEST_LENGTHS * request_s):
+    ended = [record for record in finished_inside(log.records, window) if record.error is None]
+    if not ended or window.length_s < max(FEWEST_S, FEWEST_SERVICE_LENGTHS * _mean_service_s(ended)):
         return False
     edges = np.linspace(window.start_s, window.end_s, NUM_PARTS + 1)
     in_flight = [log.mean_in_flight(*map(float, part)) for part in pairwise(edges)]
@@ -61,8 +61,12 @@ def is_oversaturated(log: LoadLog, window: Window) -> bool:
     )
 
 
+def _mean_service_s(ended: Sequence[RequestRecord]) -> float:
+    return float(np.mean([e2e_s(record) - ttft_s(record) for record in ended]))
+
+
 def _median_ttfts_s(ended: Sequence[RequestRecord], edges: Sequence[float] | np.ndarray) -> list[float]:
-    part_of = np.searchsorted(edges, [record.intended_s for record in ended], side="right")
+    part_of = np.searchsorted(edges, [record.finished_s for record in ended], side="right")
     waits_s = np.array([ttft_s(record) for record in ended])
     return [float(np.median(waits_s[part_of == part])) for part in range(1, NUM_PARTS + 1) if (part_of == part).any()]
 

@@ -154,14 +154,15 @@ class _Watch:
                     return "complete"
                 continue
             span = Window(start_s, self._log.now_s())
-            if self._is_oversaturated(span, saturation_looks, ended):
+            if self._is_oversaturated(span, saturation_looks):
                 return "oversaturated"
             if self._knows_enough(span, looks, ended):
                 return "precise"
         return "time"
 
-    def _is_oversaturated(self, span: Window, looks: steady.Looks, ended: _Successes) -> bool:
-        if self._spec.workload.loop != "open" or not looks.is_due(span.length_s, request_s=ended.mean_e2e_s()):
+    def _is_oversaturated(self, span: Window, looks: steady.Looks) -> bool:
+        # However long a request takes by now: that is what grows.
+        if self._spec.workload.loop != "open" or not looks.is_due(span.length_s, request_s=0.0):
             return False
         return saturation.is_oversaturated(self._log, span)
 
@@ -187,6 +188,7 @@ class _Watch:
         return steady.is_precise(rate, target_relative_half_width=self._spec.target_relative_half_width)
 
     def _hopeless(self) -> EndedBy | None:
+        self._generator.check()
         recent = self._log.records[-_RECENT_REQUESTS:]
         num_failed = sum(record.error is not None and not record.rejected for record in recent)
         if len(recent) == _RECENT_REQUESTS and num_failed > _RECENT_REQUESTS / 2:

@@ -76,6 +76,13 @@ def test_a_sound_stage_is_valid() -> None:
         ({"ended_by": "stalled"}, ["stalled"]),
         ({"ended_by": "failures", "first_error": "HTTP 500"}, ["HTTP 500"]),
         ({"num_estimated": 3}, ["estimated", "3 requests"]),
+        ({"loop": "open", "num_completed": 4}, ["4 completed", "5 are needed"]),
+        ({"loop": "open", "trend": True}, ["not steady"]),
+        ({"loop": "open", "send_slip_p95_ms": 6.1}, ["client bound", "6.10", "120.0"]),
+        ({"loop": "open", "littles_law_ratio": 0.85}, ["Little", "0.85"]),
+        ({"loop": "open", "has_an_end": True, "ended_by": "time"}, ["not complete", "20.0 s"]),
+        ({"loop": "batch", "has_an_end": True, "ended_by": "complete", "num_failed": 9}, ["success rate"]),
+        ({"shared_prompt_share": 0.5, "prefix_hits": 5200}, ["warm cache", "52.0%", "50.0%"]),
     ],
 )
 def test_each_doubt_is_a_sentence_with_its_figures(change: dict[str, Any], words: list[str]) -> None:
@@ -98,6 +105,14 @@ def test_each_doubt_is_a_sentence_with_its_figures(change: dict[str, Any], words
         {"littles_law_ratio": 0.7, "mean_e2e_s": 5.0},
         {"engine_in_flight": None},
         {"load": 1, "num_users_through": 1, "mean_in_flight": 1.0, "engine_in_flight": 0.4},
+        {"loop": "open", "load": 0.25, "num_users_through": 0, "num_completed": 5},
+        {"loop": "open", "load": 400.5, "num_users_through": 3},
+        {"loop": "open", "ended_by": "oversaturated", "trend": True, "ttft_drifts": True, "littles_law_ratio": 0.6},
+        {"loop": "open", "has_an_end": True, "ended_by": "complete", "trend": True, "ttft_drifts": True},
+        {"loop": "batch", "has_an_end": True, "ended_by": "complete", "load": 2, "num_completed": 2},
+        {"thinks": True, "mean_in_flight": 3.0, "engine_in_flight": 3.2},
+        {"shared_prompt_share": 0.5, "prefix_hits": 5090},
+        {"shared_prompt_share": 0.25, "shared_prompt_share_error": 0.1, "prefix_hits": 3500},
     ],
 )
 def test_what_is_allowed_stays_valid(change: dict[str, Any]) -> None:
