@@ -53,6 +53,11 @@ def make_checkpoint(shape: Shape, folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def save_tokenizer(folder: Path, *, vocab_size: int = 4096) -> None:
+    """Save the tokenizer alone, for clients that want one to make prompts with."""
+    _tokenizer(vocab_size).save_pretrained(folder)
+
+
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE: the 256 bytes, then pairs of letters, then triples, as far as the vocabulary goes."""
     vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

@@ -212,10 +212,13 @@ class ResponseReader:
             except ValueError:
                 break
             end = size_end + 2 + size
-            if size <= 0 or data[end : end + 2] != b"\r\n":
+            if size < 0 or data[end : end + 2] != b"\r\n":
+                break
+            start = end + 2
+            if size == 0:
+                self.complete = True
                 break
             body.append(data[size_end + 2 : end])
-            start = end + 2
         return data[start:]
 
     def _read_chunk(self) -> bytes | None:

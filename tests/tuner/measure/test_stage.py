@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 from typing import Any
@@ -71,6 +72,20 @@ async def test_the_engines_steps_are_counted_over_the_window() -> None:
     assert record.steps.mean_tokens == pytest.approx(8)
     assert record.steps.per_s > 0
     assert record.steps.model_share is None
+
+
+async def test_the_garbage_collector_leaves_old_objects_alone_while_a_stage_runs() -> None:
+    """A full collection of a process with numpy and pandas takes 20 ms, in which every token that arrives is late."""
+    seen: list[int] = []
+
+    def behave(_: int) -> Behaviour:
+        seen.append(gc.get_freeze_count())
+        return Behaviour()
+
+    async with running_stub(behave) as stub:
+        await measure(stub)
+    assert min(seen) > 0
+    assert gc.get_freeze_count() == 0
 
 
 async def test_what_the_first_wave_pays_is_not_in_the_figures() -> None:
