@@ -47,8 +47,13 @@ class LadderPoint:
     """What the knee needs to know of one stage. None is unknown."""
 
     load: float
+    """Concurrent requests; of an open loop, the mean number in flight."""
+
     throughput: float
     """Output tokens per second."""
+
+    rate_rps: float | None = None
+    """What an open loop's load was set by."""
 
     throughput_half_width: float | None = None
     """Half of the 95 % interval, in tokens per second."""
@@ -61,6 +66,11 @@ class LadderPoint:
     kv_cache_usage_peak: float | None = None
     mean_running: float | None = None
     mean_waiting: float | None = None
+
+    @property
+    def name(self) -> float:
+        """What an answer calls this stage: its rate in an open loop, its load in a closed one."""
+        return self.load if self.rate_rps is None else self.rate_rps
 
 
 def points_of(stages: Sequence[StageRecord]) -> list[LadderPoint]:
@@ -96,7 +106,7 @@ def find_knee(
         return KneeFinding(verdict=LadderVerdict.TOO_FEW_STAGES, warnings=tuple(warnings))
     curve = _curve_of(open_points)
     best = _best_index(curve, r)
-    limit = _last_without_preemptions(open_points)
+    limit = last_without_preemptions(open_points)
     at_fence = len(open_points) < len(usable) if fence is None else open_points[-1].load >= fence
     verdict = _verdict(curve, best, limit, r=r, at_fence=at_fence)
     loads = np.array([point.load for point in open_points])
@@ -130,7 +140,7 @@ def suggest_bisection(points: Sequence[LadderPoint]) -> int | None:
     if len(open_points) < 3:
         return None
     curve = _curve_of(open_points)
-    best = min(_best_index(curve, DEFAULT_R), _last_without_preemptions(open_points))
+    best = min(_best_index(curve, DEFAULT_R), last_without_preemptions(open_points))
     if best < 0:
         return None
     left, right = (best - 1, best) if _peak_is_left_of(curve, best) else (best, best + 1)
@@ -243,7 +253,7 @@ def _best_indices(curve: Curve, r: float, log_throughput: FloatArray) -> npt.NDA
     return best
 
 
-def _last_without_preemptions(points: list[LadderPoint]) -> int:
+def last_without_preemptions(points: Sequence[LadderPoint]) -> int:
     """Index of the stage before the first that surely preempts; -1 where the first one does."""
     for index, point in enumerate(points):
         count = point.num_preemptions or 0
@@ -317,8 +327,8 @@ def _signals(points: list[LadderPoint], curve: Curve, best: int, limit: int) -> 
     if collapsed:
         at = points[collapsed[0]]
         signals.append(f"throughput collapses at load {at.load:g}: {at.throughput:.4g} tokens/s after {peak:.4g}")
-    signals += _tail_onset("TTFT", [(point.load, point.ttft_p95_ms) for point in points])
-    signals += _tail_onset("ITL", [(point.load, point.itl_p95_ms) for point in points])
+    signals += tail_onset("TTFT", [(point.load, point.ttft_p95_ms) for point in points])
+    signals += tail_onset("ITL", [(point.load, point.itl_p95_ms) for point in points])
     return signals
 
 
@@ -336,7 +346,7 @@ def _falls(curve: Curve) -> tuple[list[int], list[int]]:
     return dips, collapsed
 
 
-def _tail_onset(name: str, series: list[tuple[float, float | None]]) -> list[str]:
+def tail_onset(name: str, series: Sequence[tuple[float, float | None]]) -> list[str]:
     """The first step where a p95 rises clearly faster than the load."""
     known = [(load, value) for load, value in series if value is not None and math.isfinite(value) and value > 0]
     for (low, before), (high, after) in pairwise(known):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
+from tuner.analysis.knee import LadderPoint
 from tuner.answer import KneeFinding, LadderVerdict, Slo
 from tuner.records import CLIMB_KINDS, Estimate, StageRecord
 
@@ -20,6 +23,85 @@ UNKNOWN = 10.0
 
 KV_HEADROOM = 0.05
 """Share of the KV cache that must stay free."""
+
+
+LEFT_OF_BOUNDARY = 0.97
+"""Where to measure below an interpolated boundary, as a share of it: a stage on it is as likely over as inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloBoundary:
+    """Where a ladder leaves the SLO."""
+
+    limit: str
+    """Which limit is crossed first: `ttft_p95` or `itl_p95`."""
+
+    inside: float | None
+    """Load of the last stage inside; None where the lowest stage is over already."""
+
+    outside: float
+    """Load of the first stage over the limit."""
+
+    load: float | None
+    """Interpolated between the two, not measured; None where there is nothing inside."""
+
+
+def slo_boundary(
+    points: Sequence[LadderPoint], *, ttft_p95_ms: float | None = None, itl_p95_ms: float | None = None
+) -> SloBoundary | None:
+    """The lowest load at which a p95 crosses its limit, between two stages; None where none does.
+
+    Between neighbours the p95 is taken for a power of the load: a straight line in log-log. The first crossing counts,
+    a later dip below the limit does not. Stages whose p95 is not known, invalid and fenced ones say nothing.
+
+    Args:
+        points: the ladder, in any order.
+        ttft_p95_ms: the limit, or None for no limit.
+        itl_p95_ms: likewise.
+    """
+    usable = sorted((p for p in points if p.valid and not p.fenced and p.name > 0), key=lambda point: point.name)
+    series = {
+        "ttft_p95": ([(p.name, p.ttft_p95_ms) for p in usable], ttft_p95_ms),
+        "itl_p95": ([(p.name, p.itl_p95_ms) for p in usable], itl_p95_ms),
+    }
+    found = [_crossing(name, values, limit) for name, (values, limit) in series.items() if limit is not None]
+    crossed = [boundary for boundary in found if boundary is not None]
+    return min(crossed, key=lambda boundary: (boundary.load or 0.0, boundary.outside), default=None)
+
+
+def load_left_of(boundary: SloBoundary) -> int | None:
+    """A whole load just left of the boundary, to be measured; None where there is none between the two stages."""
+    if boundary.inside is None or boundary.load is None:
+        return None
+    load = math.floor(LEFT_OF_BOUNDARY * boundary.load)
+    return load if boundary.inside < load < boundary.outside else None
+
+
+def highest_inside(
+    points: Sequence[LadderPoint],
+    knee: KneeFinding,
+    *,
+    ttft_p95_ms: float | None = None,
+    itl_p95_ms: float | None = None,
+) -> LadderPoint | None:
+    """The operating point among stages that may come from elsewhere; None where there is none.
+
+    Like `operating_point`, but headroom is not asked for, as others do not record it, and preemptions are only held
+    against a stage that is known to have some.
+    """
+    usable = sorted((p for p in points if p.valid and not p.fenced), key=lambda point: point.name)
+    if knee.verdict is LadderVerdict.ALREADY_SATURATED:
+        usable = usable[:1]
+    limit = knee.load if knee.load is not None else math.inf
+    fit = [
+        point
+        for point in usable
+        if point.name < limit
+        and not point.num_preemptions
+        and _within(point.ttft_p95_ms, ttft_p95_ms)
+        and _within(point.itl_p95_ms, itl_p95_ms)
+    ]
+    return max(fit, key=lambda point: (point.throughput, -point.name), default=None)
 
 
 def derive_slo(stages: Sequence[StageRecord]) -> Slo | None:
@@ -93,6 +175,23 @@ def operating_point(stages: Sequence[StageRecord], knee: KneeFinding, slo: Slo) 
     fit = [stage for stage in ladder if stage.load < limit and keeps_headroom(stage) and complies(stage, slo)]
     fit = [stage for stage in fit if math.isfinite(stage.output_throughput.value)]
     return max(fit, key=lambda stage: (stage.output_throughput.value, -stage.load), default=None)
+
+
+def _within(value: float | None, limit: float | None) -> bool:
+    """Whether a figure is known and inside a limit that was given."""
+    return limit is None or (value is not None and value <= limit)
+
+
+def _crossing(name: str, series: list[tuple[float, float | None]], limit: float) -> SloBoundary | None:
+    known = [(load, value) for load, value in series if value is not None and math.isfinite(value) and value > 0]
+    if known and known[0][1] > limit:
+        return SloBoundary(limit=name, inside=None, outside=known[0][0], load=None)
+    for (low, before), (high, after) in pairwise(known):
+        if after > limit:
+            part = math.log(limit / before) / math.log(after / before)
+            load = low * (high / low) ** part
+            return SloBoundary(limit=name, inside=low, outside=high, load=load)
+    return None
 
 
 def _violation(measured: Estimate, limit: float) -> float:

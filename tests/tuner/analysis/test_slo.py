@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.tuner.analysis.curves import climbed
+from tuner.analysis.knee import LadderPoint
 from tuner.analysis.slo import (
+    SloBoundary,
     complies,
     derive_slo,
+    highest_inside,
     keeps_headroom,
     least_violating_stage,
+    load_left_of,
     operating_point,
+    slo_boundary,
     violations,
 )
 from tuner.answer import KneeFinding, LadderVerdict, Slo
@@ -115,3 +123,74 @@ def test_least_violating_stage_is_the_closest() -> None:
     assert nearest is not None
     assert nearest.load == 1
     assert least_violating_stage([], tight) is None
+
+
+def _tails(*ttft: float | None, itl: float = 5.0) -> list[LadderPoint]:
+    return [
+        LadderPoint(load=2.0**k, throughput=100.0 * (k + 1), ttft_p95_ms=value, itl_p95_ms=itl)
+        for k, value in enumerate(ttft)
+    ]
+
+
+def test_the_boundary_is_where_a_tail_meets_its_limit() -> None:
+    """Between two stages a p95 is a power of the load; the limit that is met first is the boundary."""
+    points = _tails(10, 20, 40, 160, 640)
+
+    assert slo_boundary(points, ttft_p95_ms=80) == SloBoundary(
+        limit="ttft_p95", inside=4, outside=8, load=pytest.approx(4 * math.sqrt(2))
+    )
+    assert slo_boundary(points[::-1], ttft_p95_ms=80, itl_p95_ms=4) == SloBoundary(
+        limit="itl_p95", inside=None, outside=1, load=None
+    )
+    assert slo_boundary(points, ttft_p95_ms=1000, itl_p95_ms=50) is None
+    assert slo_boundary(points) is None
+
+
+def test_a_later_dip_and_unknown_tails_do_not_move_the_boundary() -> None:
+    """The first crossing counts; stages that are unknown, invalid or fenced say nothing."""
+    dipping = _tails(10, 100, 50, None, 400)
+    spoilt = [dataclasses.replace(point, valid=point.load != 2) for point in dipping]
+
+    assert slo_boundary(dipping, ttft_p95_ms=60) == SloBoundary(
+        limit="ttft_p95", inside=1, outside=2, load=pytest.approx(2 ** (math.log(6) / math.log(10)))
+    )
+    boundary = slo_boundary(spoilt, ttft_p95_ms=60)
+    assert boundary is not None
+    assert (boundary.inside, boundary.outside) == (4, 16)
+
+
+def test_the_stage_asked_for_is_left_of_the_boundary() -> None:
+    """It is a whole load between the two stages, nearer than the one inside; where there is none, none is asked for."""
+    wide = slo_boundary(_tails(10, 20, 40, 160, 640, 2560), ttft_p95_ms=320)
+    narrow = slo_boundary(_tails(10, 20, 40), ttft_p95_ms=11)
+    nothing_inside = slo_boundary(_tails(10, 20, 40), ttft_p95_ms=1)
+
+    assert wide is not None
+    assert narrow is not None
+    assert nothing_inside is not None
+    assert load_left_of(wide) == 10
+    assert load_left_of(narrow) is None
+    assert load_left_of(nothing_inside) is None
+
+
+@given(st.lists(st.none() | st.floats(), max_size=8), st.floats(1e-3, 1e6))
+def test_any_tails_have_a_boundary_or_none(values: list[float | None], limit: float) -> None:
+    """Odd figures from elsewhere end in no exception, and what is interpolated lies between its stages."""
+    boundary = slo_boundary(_tails(*values), ttft_p95_ms=limit)
+
+    if boundary is not None and boundary.load is not None:
+        assert boundary.inside is not None
+        assert boundary.inside <= boundary.load <= boundary.outside
+
+
+def test_results_from_elsewhere_have_an_operating_point() -> None:
+    """Strictly left of the knee, inside the limits that were given; preemptions that are known are held against it."""
+    points = _tails(10, 20, 40, 80, 160)
+    preempting = [dataclasses.replace(point, num_preemptions=3 if point.load == 4 else None) for point in points]
+    knee = KneeFinding(verdict=LadderVerdict.KNEE, load=8.0)
+
+    assert highest_inside(points, knee) == points[2]
+    assert highest_inside(preempting, knee) == preempting[1]
+    assert highest_inside(points, knee, ttft_p95_ms=25) == points[1]
+    assert highest_inside(points, knee, itl_p95_ms=4) is None
+    assert highest_inside(points, KneeFinding(verdict=LadderVerdict.ALREADY_SATURATED)) == points[0]

@@ -111,6 +111,19 @@ def test_show_json_is_the_recommendation(
     assert printed == Recommendation.model_validate_json((run / "recommendation.json").read_text())
 
 
+def test_knee_of_a_run_is_the_runs_own(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finished run read as results from elsewhere gives the knee that its answer gives, from either of its forms."""
+    answer = Recommendation.model_validate_json((run / "recommendation.json").read_text())
+    assert answer.knee is not None
+    for form in ([str(run)], [str(run / "stages.parquet"), "--trial", str(answer.knee_trial)]):
+        assert _run(monkeypatch, "knee", *form, "--json") == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert (printed["verdict"], printed["knee"]["load"]) == ("resolved", answer.knee.load)
+        assert tuple(printed["knee"]["interval"]) == answer.knee.interval
+
+
 def test_the_exported_file_is_the_profile(run: Path) -> None:
     """What is deployed is what was measured."""
     answer = Recommendation.model_validate_json((run / "recommendation.json").read_text())

@@ -1,0 +1,106 @@
+"""The safe rate is one that was shown to be safe, found in few stages."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.records import estimate
+from tuner.analysis.safe_rate import MOST_STAGES, RELATIVE_STEP, RateStage, SafeRate, is_safe, safe_rate
+from tuner.answer import Slo
+from tuner.records import Estimate
+
+SLO = Slo(ttft_p95_ms=500, itl_p95_ms=50)
+
+
+def _stage(rate: float, true_rate: float) -> RateStage:
+    """A server whose TTFT meets its limit, interval included, up to `true_rate`."""
+    ttft = 500 / 1.08 * min(10.0, rate / true_rate)
+    return RateStage(
+        rate_rps=rate,
+        ttft_p95_ms=estimate(ttft, spread=0.08),
+        itl_p95_ms=estimate(20),
+        oversaturated=rate > 2 * true_rate,
+    )
+
+
+def _search(
+    true_rate: float, ceiling: float, *, floor: float = 0.0, most: int = MOST_STAGES
+) -> tuple[list[RateStage], SafeRate]:
+    stages: list[RateStage] = []
+    found = safe_rate(stages, SLO, ceiling_rps=ceiling, floor_rps=floor, most_stages=most)
+    while found.next_rps is not None:
+        stages.append(_stage(found.next_rps, true_rate))
+        found = safe_rate(stages, SLO, ceiling_rps=ceiling, floor_rps=floor, most_stages=most)
+    return stages, found
+
+
+@given(st.floats(0.001, 1000), st.floats(0.1, 1))
+def test_the_search_ends_close_below_the_true_rate(ceiling: float, share: float) -> None:
+    """Six stages at the most end at a rate that is safe, and no more than a third below the highest that is."""
+    stages, found = _search(share * ceiling, ceiling)
+    rates = [stage.rate_rps for stage in stages]
+
+    assert len(stages) <= MOST_STAGES
+    assert len(set(rates)) == len(rates)
+    assert all(0 < rate <= ceiling for rate in rates)
+    assert found.rate_rps is not None
+    assert found.rate_rps <= share * ceiling * (1 + 1e-9)
+    assert found.rate_rps >= min(share * ceiling, ceiling / (1 + RELATIVE_STEP)) / 1.34
+
+
+@pytest.mark.parametrize("true_rate", [0.1, 0.22, 0.3, 0.4, 0.5])
+def test_rates_below_one_a_second_are_rates(true_rate: float) -> None:
+    """Between a single user's 0.21 requests/s and a maximum of 0.425 there is room for five: nothing is rounded."""
+    stages, found = _search(true_rate, 0.425, floor=0.21, most=5)
+    rates = sorted(stage.rate_rps for stage in stages)
+
+    assert all(0.21 <= rate <= 0.425 for rate in rates)
+    assert len(set(rates)) == len(rates) <= 5
+    assert (found.rate_rps is None) == (true_rate < 0.21)
+    assert found.rate_rps is None or 0.8 * min(true_rate, 0.425) <= found.rate_rps <= true_rate
+
+
+def test_it_begins_below_the_closed_loops_throughput() -> None:
+    """A closed loop's throughput is critical load in an open one: the first rate is 0.8 of it."""
+    assert safe_rate([], SLO, ceiling_rps=10).next_rps == 8
+
+
+def test_bounds_decide_and_not_values() -> None:
+    """A p95 inside by luck, of too few requests, or while the queue was growing, is not safe."""
+    good = _stage(1.0, 2.0)
+    over = RateStage(rate_rps=1, ttft_p95_ms=estimate(480, spread=0.08), itl_p95_ms=estimate(20), oversaturated=False)
+    few = RateStage(
+        rate_rps=1, ttft_p95_ms=Estimate(value=9, num_samples=40), itl_p95_ms=estimate(20), oversaturated=False
+    )
+    growing = RateStage(rate_rps=1, ttft_p95_ms=estimate(9), itl_p95_ms=estimate(9), oversaturated=True)
+
+    assert is_safe(good, SLO)
+    assert not any(is_safe(stage, SLO) for stage in (over, few, growing))
+
+
+def test_a_lucky_stage_above_an_unsafe_one_proves_nothing() -> None:
+    """Safe at 2 and 4 but not at 3 is safe at 2."""
+    stages = [_stage(2, 9), _stage(4, 9), _stage(3, 1)]
+    found = safe_rate(stages, SLO, ceiling_rps=10)
+
+    assert found.rate_rps == 2
+    assert found.next_rps == pytest.approx(math.sqrt(6))
+
+
+def test_invalid_stages_say_nothing_and_are_paid_for() -> None:
+    """A stage the client spoilt moves no bound, but the search still ends."""
+    spoilt = RateStage(rate_rps=8, ttft_p95_ms=estimate(9), itl_p95_ms=estimate(9), oversaturated=False, valid=False)
+
+    assert safe_rate([spoilt], SLO, ceiling_rps=10).next_rps == 8
+    assert safe_rate([spoilt] * MOST_STAGES, SLO, ceiling_rps=10) == SafeRate(rate_rps=None, next_rps=None)
+
+
+@pytest.mark.parametrize("ceiling", [0.0, -1.0, math.nan, math.inf])
+def test_no_ceiling_no_search(ceiling: float) -> None:
+    """A ceiling that is no rate is refused with its value."""
+    with pytest.raises(ValueError, match=f"{ceiling:g}"):
+        safe_rate([], SLO, ceiling_rps=ceiling)

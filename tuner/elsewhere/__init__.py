@@ -1,0 +1,1 @@
+"""Results that were measured elsewhere: one reader a format, all to the same stages."""
