@@ -107,7 +107,8 @@ def held(capacity: Capacity) -> str:
     if capacity.load is None or capacity.load_share is None:
         said = f"at no measured load were {share}"
     else:
-        said = f"{share} up to {capacity.load} concurrent requests ({_attained(capacity.load_share)} there)"
+        there = _attained(capacity.load_share)
+        said = f"{share} up to {capacity.load} concurrent requests with the fence lifted ({there} there)"
     if capacity.rate_rps is None or capacity.rate_share is None:
         return said
     return f"{said}, and up to {number(capacity.rate_rps)} requests/s ({_attained(capacity.rate_share)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tuner.analysis.cross_checks import SMALL_GAIN_PER_DOUBLING
 from tuner.analysis.diagnosis import FULL_BUDGET, FULL_KV_CACHE, Bend, Finding, bend_of, budget_use, step_budget
@@ -78,7 +79,9 @@ def _max_num_seqs(case: _Case) -> Advice:
     preempted = (past.num_preemptions or 0) > 0
     if preempted:
         buys = f"{buys}, with {past.num_preemptions} preemptions"
-    return Advice(parameter=name, change=change, effect="would_hurt" if hurts or preempted else "cannot_help", why=buys)
+    # A gain that is not small contradicts the knee: noise, so the stage past it does not tell.
+    effect: Literal["would_hurt", "unknown"] = "would_hurt" if hurts or preempted else "unknown"
+    return Advice(parameter=name, change=change, effect=effect, why=buys)
 
 
 def _max_num_batched_tokens(case: _Case) -> Advice:

@@ -87,8 +87,8 @@ def _dies_later(
         symptom="dies_later",
         seen=f"the engine dies or runs out of memory after it served{f', as in {met}' if met else ''}",
         means=f"{' and '.join(kinds) if kinds else 'met in no trial of this run'}{in_use}",
-        first=f"share down with fewer sequences{_to(protective, 'gpu_memory_utilization')}"
-        f"{_to(protective, 'max_num_seqs')}, or `max_model_len` down; more share would only hide it",
+        first=f"share down with fewer sequences{_to(production, protective, 'gpu_memory_utilization')}"
+        f"{_to(production, protective, 'max_num_seqs')}, or `max_model_len` down; more share would only hide it",
     )
 
 
@@ -109,8 +109,8 @@ def _latency_up(production: Profile, protective: Profile | None, slo: Slo) -> It
         seen=f"p95 ITL over {latency(slo.itl_p95_ms)}, fewer than {waiting} requests wait and {free}",
         means=f"steps are too long, by prefill or by the batch; measured: p95 ITL {latency(point.itl_p95_ms.value)} at "
         f"{point.load} running",
-        first=f"budget down{_to(protective, 'max_num_batched_tokens')}, then sequences "
-        f"down{_to(protective, 'max_num_seqs')}",
+        first=f"budget down{_to(production, protective, 'max_num_batched_tokens')}, then sequences "
+        f"down{_to(production, protective, 'max_num_seqs')}",
     )
 
 
@@ -154,6 +154,9 @@ def _back_to(production: Profile | None) -> str:
     return "" if production is None else f"; production's share of {production.config.gpu_memory_utilization:g} starts"
 
 
-def _to(protective: Profile | None, name: str) -> str:
-    """Protective's value, where there is one to go to."""
-    return "" if protective is None else f" (protective: `{name}` {getattr(protective.config, name):g})"
+def _to(production: Profile | None, protective: Profile | None, name: str) -> str:
+    """Protective's value, where it is below production's: one that was not lowered is nowhere to go."""
+    if production is None or protective is None:
+        return ""
+    high, low = getattr(production.config, name), getattr(protective.config, name)
+    return f" (protective: `{name}` {low:g})" if low < high else ""

@@ -65,6 +65,14 @@ def test_each_reason_carries_its_figure() -> None:
     assert all(any(character.isdigit() for character in each.why) for each in given.values())
 
 
+def test_a_gain_past_the_knee_is_not_called_harmful() -> None:
+    """A stage that contradicts the knee by noise is shown with its figure, not turned into advice."""
+    better = records.estimate(2 * COMPUTE.stage(16).output_throughput.value)
+    given = _advice(COMPUTE, output_throughput=better)
+    assert given["max_num_seqs"].effect == "unknown"
+    assert "+100% throughput" in given["max_num_seqs"].why
+
+
 def test_a_fence_can_be_raised_and_nothing_else_helps() -> None:
     """Where our own limit stops the curve, that limit is the one to move."""
     given = _advice(COMPUTE, knee=KneeFinding(verdict=LadderVerdict.FENCED))

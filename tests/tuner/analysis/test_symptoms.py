@@ -47,6 +47,7 @@ def test_only_a_death_under_load_is_a_later_one() -> None:
     assert "met in no trial of this run" in never.means
     assert "368 MiB in use of 1.4 GiB reserved" in never.means
     assert "`max_num_seqs` 12" in never.first
+    assert "gpu_memory_utilization" not in never.first
     (early,) = _table(_failed(FailureKind.CRASHED, measure_s=0.0))["dies_later"]
     assert early == never
     for kind in (FailureKind.CRASHED, FailureKind.OOM_RUNTIME):
