@@ -159,6 +159,9 @@ class TuningJob(Record):
     max_load: int = Field(default=1024, ge=2, le=65_536)
     """Load no stage goes beyond."""
 
+    parallel_trials: int | None = Field(default=None, ge=1)
+    """Most trials at once, on GPUs of their own; None: as many as fit. On a CPU it is one."""
+
     seed: int = Field(default=0, ge=0)
 
     @field_validator("workload", "burst", mode="before")

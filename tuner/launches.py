@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from tuner import timekeeping
 from tuner.answer import TimeSplit
 from tuner.engines.device_return import DeviceFull
 from tuner.engines.leftovers import end_lost_launch
@@ -14,7 +15,7 @@ from tuner.ladder import Plan
 from tuner.progress import Clock, Watcher
 from tuner.records import EngineConfig, Failed, FailureKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import AskedTrial, RunStore, kept_stages
-from tuner.trial import TrialNote, TrialRunner, TrialSpec, WorkerLostError
+from tuner.trial import TrialEvent, TrialNote, TrialRunner, TrialSpec, WorkerLost
 
 RECENT_LAUNCHES = 4
 """Launches the time left is reckoned from: a confirmation takes much less time than a ladder."""
@@ -24,14 +25,25 @@ MAX_RETRIES = {FailureKind.INFRASTRUCTURE: 2, FailureKind.CRASHED: 1}
 
 
 class StopRequestedError(Exception):
-    """The user asked for an end; the stage that was running is finished and kept."""
+    """The user asked for an end; the stages that were running are finished and kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A trial that runs."""
+
+    spec: TrialSpec
+    asked: AskedTrial
+    begun_s: float
+    """Of this process's clock, which an earlier process's part of the trial is not on."""
 
 
 class Launches:
-    """Runs trials one after the other and keeps every record. One object a job.
+    """Runs trials, as many at once as there are places for, and keeps every record. One object a job.
 
-    Of a run that was cut off it knows what ended before: those trials are there from the start, a launch for confirming
-    that was made already is not made again, and the trial that was running goes on after the stages it kept.
+    Only this process writes, and it takes in one report after the other, whoever sent it. Of a run that was cut off it
+    knows what ended before: those trials are there from the start, a launch for confirming that was made already is not
+    made again, and trials that were running go on after the stages they kept.
     """
 
     def __init__(
@@ -46,31 +58,49 @@ class Launches:
         """Start counting, after what the store already holds.
 
         Args:
-            stop_requested: asked after each stage; True ends the job there.
+            stop_requested: asked after each report; True ends the job when each trial that runs has ended its stage.
         """
         self.trials: list[TrialRecord] = store.trials()
-        self.full_device: DeviceFull | None = None
-        """The device that a launch of this process left full: nothing is launched there any more."""
+        """Those that have ended, by number."""
 
+        self.full_devices: list[DeviceFull] = []
+        """Devices that launches of this process left full: nothing is launched there any more."""
+
+        self._is_closed = False
         self._confirmed = [trial for trial in self.trials if trial.role is not TrialRole.STUDY]
-        self._num_earlier = len(self.trials)
-        self._unfinished = store.unfinished_trial()
+        self._earlier = {trial.number for trial in self.trials}
+        self._unfinished = store.unfinished_trials()
+        self._running: dict[int, _Launch] = {}
+        self._retries: list[tuple[_Launch, TrialRecord]] = []
+        numbers = self._earlier | {asked.number for asked in self._unfinished}
+        self._next_number = 1 + max(numbers, default=-1)
         self._num_expected = 0
+        self._at_once = 1
         self._stop_requested = stop_requested
         self._job = job
         self._store = store
         self._workers = workers
         self._watcher = watcher
-        earlier_s = sum(trial.wall_s for trial in self.trials)
-        if self._unfinished is not None:
-            kept = kept_stages(store.trial_directory(self._unfinished.number))
-            earlier_s += sum(stage.wall_s for stage in kept)
-        self._begun_s = time.perf_counter() - earlier_s
+        self._begun_s = time.perf_counter() - self._reached_earlier_s()
+
+    @property
+    def parallel_trials(self) -> int:
+        """How many launches run at once, at the most."""
+        return self._workers.parallel_trials
+
+    @property
+    def full_device(self) -> DeviceFull | None:
+        """The device without which no place for a launch is left; None while there is one."""
+        return self.full_devices[-1] if self._is_closed or self.parallel_trials == 0 else None
+
+    def has_room(self) -> bool:
+        """Whether one more launch can be started now."""
+        return len(self._running) + len(self._retries) < self.parallel_trials and not self._is_closed
 
     def run(self, role: TrialRole, config: EngineConfig, *, origin: str, plan: Plan) -> TrialRecord:
-        """Launch `config` and measure what `plan` says; what failed by no known fault of the config is retried.
+        """Launch `config` and wait for what comes of it; for when nothing else runs.
 
-        Each try is a trial. On a device that was left full nothing is launched: the trial says so.
+        Where every device was left full nothing is launched: the trial says so.
 
         Raises:
             StopRequestedError: after the stage that was running when the user asked for an end.
@@ -81,12 +111,39 @@ class Launches:
         if self.full_device is not None:
             failed = Failed(kind=FailureKind.INFRASTRUCTURE, detail=self.full_device.text)
             return self.refuse(config, origin=origin, failed=failed, role=role)
-        trial = self._run_once(role, config, origin, plan)
-        while self._may_retry(trial) and self.full_device is None:
+        self.start(role, config, origin=origin, plan=plan)
+        return self.wait()
+
+    def start(self, role: TrialRole, config: EngineConfig, *, origin: str, plan: Plan) -> None:
+        """Launch `config` to measure what `plan` says; there is room for it.
+
+        Raises:
+            StopRequestedError: if the user asked for an end.
+        """
+        if self._stop_requested():
+            self._stop(None)
+        self._launch(self._cut_off(role, config) or self._new(role, config, origin), plan)
+
+    def wait(self) -> TrialRecord:
+        """Wait for the next launch to come to its end; what failed by no known fault of the config is retried first.
+
+        Each try is a trial.
+
+        Raises:
+            StopRequestedError: when the user asked for an end and every trial that ran has ended its stage.
+        """
+        while True:
+            while self._retries and self._may_launch():
+                launch, trial = self._retries.pop(0)
+                self._launch(self._new(trial.role, trial.config, trial.origin), launch.spec.plan)
+            if not self._running:
+                return self._retries.pop(0)[1]  # nowhere is left to try it again
+            launch, trial = self._next_ended()
+            if not self._may_retry(trial) or self.full_device is not None:
+                self._num_expected = max(0, self._num_expected - 1)
+                return trial
             self._watcher.note(f"trial {trial.number} may have failed for reasons outside the config: tried again")
-            trial = self._run_once(role, config, origin, plan)
-        self._num_expected = max(0, self._num_expected - 1)
-        return trial
+            self._retries.append((launch, trial))
 
     def refuse(
         self, config: EngineConfig, *, origin: str, failed: Failed, role: TrialRole = TrialRole.STUDY
@@ -94,8 +151,15 @@ class Launches:
         """Record a setting that is known not to work, without a launch."""
         said = failed.model_copy(update={"detail": f"refused before launch: {failed.detail}"})
         trial = TrialRecord(
-            number=len(self.trials), role=role, config=config, origin=origin, outcome=said, launched=False
+            number=self._next_number,
+            role=role,
+            config=config,
+            origin=origin,
+            outcome=said,
+            launched=False,
+            begun_s=self.elapsed_s(),
         )
+        self._next_number += 1
         self._keep(trial)
         return trial
 
@@ -106,21 +170,31 @@ class Launches:
             return None
         return known[-1]
 
+    def configs_running(self) -> list[EngineConfig]:
+        """The study settings whose launches run now."""
+        return [launch.spec.config for launch in self._running.values() if launch.spec.role is TrialRole.STUDY]
+
     def num_settings_launched(self) -> int:
-        """Study settings launched so far, tries of one setting in a row counted once.
+        """Study settings launched so far, those that run included; tries of one setting are counted once.
 
         Of an earlier process only those count that came to something: the others get another chance.
         """
-        before, now = (
-            [trial for trial in trials if trial.role is TrialRole.STUDY and trial.launched]
-            for trials in (self.trials[: self._num_earlier], self.trials[self._num_earlier :])
-        )
-        told = {trial.config for trial in before if not _says_nothing(trial)}
-        return len(told) + sum(config not in told for config, _ in itertools.groupby(trial.config for trial in now))
+        told = {
+            trial.config
+            for trial in self.trials
+            if trial.role is TrialRole.STUDY
+            and trial.launched
+            and not (trial.number in self._earlier and _says_nothing(trial))
+        }
+        return len(told.union(self.configs_running()))
 
-    def expect(self, num_launches: int) -> None:
-        """Say how many launches are still to come, this one included: the time left is reckoned from it."""
-        self._num_expected = num_launches
+    def expect(self, num_launches: int, *, at_once: int = 1) -> None:
+        """Say how many launches are still to come, those that run included: the time left is reckoned from it.
+
+        Args:
+            at_once: how many of them run side by side.
+        """
+        self._num_expected, self._at_once = num_launches, at_once
 
     def note(self, text: str) -> None:
         """Tell the person who watches."""
@@ -135,39 +209,35 @@ class Launches:
         return self.seconds_left() <= 0
 
     def seconds_left(self) -> float:
-        """Until the wall time or the device-hours of the budget are used up. Unit: seconds."""
+        """Until the wall time or the device-hours of the budget are used up. Unit: seconds.
+
+        Trials that run have taken their device-hours: as many as launches took so far.
+        """
         left_s = self._job.budget.time - self.elapsed_s()
         hours = self._job.budget.device_hours
         if hours is None:
             return left_s
-        used_s = sum(trial.wall_s * trial.config.tensor_parallel_size for trial in self.trials)
+        used_s = timekeeping.device_s(self.trials) + sum(map(self._expected_device_s, self._running.values()))
         devices = max((trial.config.tensor_parallel_size for trial in self.trials), default=1)
         return min(left_s, (3600 * hours - used_s) / devices)
 
-    def mean_launch_s(self, role: TrialRole) -> float | None:
-        """Mean wall time of the launches of that role so far; None before the first."""
-        walls = [trial.wall_s for trial in self.trials if trial.role is role and trial.launched]
-        return sum(walls) / len(walls) if walls else None
-
-    def mean_stage_s(self) -> float | None:
-        """Mean wall time of the stages below the fence so far; None before the first."""
-        walls = [
-            stage.wall_s
-            for trial in self.trials
-            if trial.outcome.outcome == "measured"
-            for stage in trial.outcome.stages
-            if not stage.fenced
-        ]
-        return sum(walls) / len(walls) if walls else None
-
     def time_split(self) -> TimeSplit:
         """Where the time went so far."""
-        wall_s = self.elapsed_s()
-        start_s = sum(trial.start_s for trial in self.trials)
-        measure_s = sum(trial.measure_s for trial in self.trials)
-        return TimeSplit(
-            wall_s=wall_s, start_s=start_s, measure_s=measure_s, overhead_s=max(0.0, wall_s - start_s - measure_s)
+        return timekeeping.time_split(self.trials, wall_s=self.elapsed_s())
+
+    def _reached_earlier_s(self) -> float:
+        """How far on the job's clock the process before this one came."""
+        ended_s = timekeeping.end_s(self.trials)
+        kept_s = (
+            (ended_s if asked.begun_s is None else asked.begun_s)
+            + sum(stage.wall_s for stage in kept_stages(self._store.trial_directory(asked.number)))
+            for asked in self._unfinished
         )
+        return max(ended_s, *kept_s, 0.0)
+
+    def _expected_device_s(self, launch: _Launch) -> float:
+        mean_s = timekeeping.mean_launch_s(self.trials, launch.spec.role) or 0.0
+        return launch.spec.config.tensor_parallel_size * max(mean_s, time.perf_counter() - launch.begun_s)
 
     def _may_retry(self, trial: TrialRecord) -> bool:
         """Whether a failure of that kind is tried again, after as many of this config as there were."""
@@ -187,84 +257,116 @@ class Launches:
                 return trial
         return None
 
-    def _run_once(self, role: TrialRole, config: EngineConfig, origin: str, plan: Plan) -> TrialRecord:
-        kept = self._kept_stages(role, config)
-        asked = AskedTrial(number=len(self.trials), role=role, config=config, origin=origin)
-        self._watcher.trial_began(asked.number, role, config, origin, self._clock())
+    def _new(self, role: TrialRole, config: EngineConfig, origin: str) -> AskedTrial:
+        number, self._next_number = self._next_number, self._next_number + 1
+        return AskedTrial(number=number, role=role, config=config, origin=origin, begun_s=self.elapsed_s())
+
+    def _launch(self, asked: AskedTrial, plan: Plan) -> None:
+        kept = tuple(kept_stages(self._store.trial_directory(asked.number)))
+        self._watcher.trial_began(asked.number, asked.role, asked.config, asked.origin, self._clock())
         if kept:
             self._watcher.note(f"it goes on after the {len(kept)} stages it kept when the run was cut off")
         spec = TrialSpec(
             number=asked.number,
-            role=role,
-            config=config,
-            origin=origin,
+            role=asked.role,
+            config=asked.config,
+            origin=asked.origin,
             job=self._job,
             plan=plan,
             directory=self._store.begin_trial(asked).absolute(),
             kept_stages=kept,
         )
-        trial = self._watched(spec)
+        self._running[asked.number] = _Launch(spec, asked, time.perf_counter())
+        self._workers.start(spec)
+
+    def _cut_off(self, role: TrialRole, config: EngineConfig) -> AskedTrial | None:
+        """The trial of this config that was cut off with the run, to go on with; where it is none of them, all close.
+
+        What a run goes on with is asked for before anything new.
+        """
+        for asked in self._unfinished:
+            if (asked.role, asked.config) == (role, config):
+                self._unfinished.remove(asked)
+                return asked
+        cut_off = Failed(kind=FailureKind.INFRASTRUCTURE, detail="cut off with the run, and not needed when it went on")
+        while self._unfinished:
+            self._keep(TrialRecord(**self._unfinished.pop(0).model_dump(), outcome=cut_off))
+        return None
+
+    def _may_launch(self) -> bool:
+        return len(self._running) < self.parallel_trials and not self._is_closed
+
+    def _next_ended(self) -> tuple[_Launch, TrialRecord]:
+        """Take in reports until one is a trial's last."""
+        while True:
+            number, event = self._workers.next_event()
+            launch = self._running[number]
+            trial = self._take(launch, event)
+            if self._stop_requested():
+                self._stop(number)
+            if trial is not None:
+                return launch, trial
+
+    def _take(self, launch: _Launch, event: TrialEvent | WorkerLost) -> TrialRecord | None:
+        """Take in one report; the trial, if that was its last."""
+        number = launch.spec.number
+        match event:
+            case TrialNote(text=text):
+                self._watcher.note(text)
+                return None
+            case DeviceFull():
+                self._leave_out(event)
+                return None
+            case StageRecord():
+                self._watcher.stage_ended(number, event, self._clock())
+                return None
+            case TrialRecord():
+                trial = event.model_copy(update={"begun_s": launch.asked.begun_s})
+            case WorkerLost(detail=detail):
+                failed = Failed(kind=FailureKind.INFRASTRUCTURE, detail=detail)
+                full = end_lost_launch(launch.spec.directory, launch.spec.job.engine)
+                if full is not None:
+                    # Ray gives the lost worker's device to the next: nobody holds it back.
+                    self._is_closed = True
+                    self._leave_out(full)
+                wall_s = time.perf_counter() - launch.begun_s
+                trial = TrialRecord(**launch.asked.model_dump(), outcome=failed, wall_s=wall_s)
+        del self._running[number]
         self._keep(trial)
         return trial
 
-    def _kept_stages(self, role: TrialRole, config: EngineConfig) -> tuple[StageRecord, ...]:
-        """What the trial that was cut off has measured, if this is it; one of another kind is closed first."""
-        asked, self._unfinished = self._unfinished, None
-        if asked is None:
-            return ()
-        if (asked.role, asked.config) == (role, config):
-            return tuple(kept_stages(self._store.trial_directory(asked.number)))
-        cut_off = Failed(kind=FailureKind.INFRASTRUCTURE, detail="cut off with the run, and not needed when it went on")
-        self._keep(TrialRecord(**asked.model_dump(), outcome=cut_off))
-        return ()
-
-    def _watched(self, spec: TrialSpec) -> TrialRecord:
-        begun_s = time.perf_counter()
-        try:
-            for event in self._workers.run(spec):
-                match event:
-                    case TrialRecord():
-                        return event
-                    case TrialNote(text=text):
-                        self._watcher.note(text)
-                    case DeviceFull():
-                        self._leave_out(event)
-                    case StageRecord():
-                        self._watcher.stage_ended(spec.number, event, self._clock())
-                if self._stop_requested():
-                    raise StopRequestedError
-            detail = "the worker ended without a result"
-        except WorkerLostError as error:
-            detail = str(error)
-            full = end_lost_launch(spec.directory, spec.job.engine)
-            if full is not None:
-                self._leave_out(full)
-        failed = Failed(kind=FailureKind.INFRASTRUCTURE, detail=detail)
-        return TrialRecord(
-            number=spec.number,
-            role=spec.role,
-            config=spec.config,
-            origin=spec.origin,
-            outcome=failed,
-            wall_s=time.perf_counter() - begun_s,
-        )
-
     def _leave_out(self, device: DeviceFull) -> None:
-        self.full_device = device
+        self.full_devices.append(device)
         self._watcher.note(device.text)
+
+    def _stop(self, reported: int | None) -> None:
+        """End every trial after its next report, which for one has just come, and then the job."""
+        while True:
+            if reported in self._running:
+                self._workers.give_up(reported)
+                del self._running[reported]
+            if not self._running:
+                raise StopRequestedError
+            reported, event = self._workers.next_event()
+            self._take(self._running[reported], event)
 
     def _keep(self, trial: TrialRecord) -> None:
         self.trials.append(trial)
+        self.trials.sort(key=lambda each: each.number)
         self._store.write_trial(trial)
         self._watcher.trial_ended(trial, self._clock())
 
     def _clock(self) -> Clock:
-        walls = [trial.wall_s for trial in self.trials[-RECENT_LAUNCHES:] if trial.launched]
+        walls = [trial.wall_s for trial in _last_launched(self.trials)]
         left_s = None
         if walls:
             mean_s = sum(walls) / len(walls)
-            left_s = max(0.0, min(self._num_expected * mean_s, self.seconds_left()))
+            left_s = max(0.0, min(self._num_expected / self._at_once * mean_s, self.seconds_left()))
         return Clock(elapsed_s=self.elapsed_s(), left_s=left_s)
+
+
+def _last_launched(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
+    return [trial for trial in trials[-RECENT_LAUNCHES:] if trial.launched]
 
 
 def _failure(trial: TrialRecord) -> FailureKind | None:

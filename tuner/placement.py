@@ -23,7 +23,7 @@ class Placement(Record):
 
 
 def needs_gpu_count(engine: EngineSpec) -> bool:
-    """Whether it depends on the machine's GPUs what an engine computes on, or how many trials run at once."""
+    """Whether an engine computes on GPUs where there are some."""
     return engine.device != "cpu" and (engine.law, engine.device_memory, engine.cpus) == (None, None, None)
 
 

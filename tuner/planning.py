@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from tuner.engines import builtin
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, most_stages
 from tuner.parameters import Choice, SearchedValues
+from tuner.placement import Placement
 from tuner.records import Record
 from tuner.space import combinations
 
@@ -51,6 +54,12 @@ class JobPlan(Record):
     impossible: tuple[str, ...]
     """Combinations no launch will be spent on, each with the rule or the condition it breaks."""
 
+    parallel_trials: int
+    """Launches of the search that run at once; those that confirm go one by one."""
+
+    warnings: tuple[str, ...]
+    """What about the place where the trials run is not as it was asked for, or as it should be."""
+
     num_study_launches: int
     num_confirmation_launches: int
     most_stages: int
@@ -61,16 +70,20 @@ class JobPlan(Record):
     budget_s: float
 
 
-def plan_of(job: TuningJob) -> JobPlan:
-    """The plan of `job`."""
+def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
+    """The plan of `job`, its trials placed so."""
     reasons = [job.impossible(values) for values in combinations(job.search_space)]
     impossible = tuple(reason for reason in reasons if reason is not None)
     num_possible = len(reasons) - len(impossible)
     study = min(job.budget.trials, num_possible)
     confirmations = CONFIRMATION_LAUNCHES + MAX_PROTECTIVE_LAUNCHES
     fence = max(job.config(values).fence for values in combinations(job.search_space))
-    study_stages = study * most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load))
-    stages = study_stages + CONFIRMATION_LAUNCHES * CONFIRMATION_STAGES + MAX_PROTECTIVE_LAUNCHES * PROTECTIVE_STAGES
+    ladder_stages = most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load))
+    confirming_stages = CONFIRMATION_LAUNCHES * CONFIRMATION_STAGES + MAX_PROTECTIVE_LAUNCHES * PROTECTIVE_STAGES
+    # The first ladder is climbed alone: the others need what it tells.
+    turns = min(study, 1 + math.ceil((study - 1) / placement.parallel_trials))
+    start_s = (turns + confirmations) * ASSUMED_START_S
+    stage_s = (turns * ladder_stages + confirming_stages) * longest_stage_s(job) / 2
     return JobPlan(
         name=job.name,
         model=job.model,
@@ -82,10 +95,12 @@ def plan_of(job: TuningJob) -> JobPlan:
         conditions=tuple(condition.text for condition in job.search_space.conditions),
         num_combinations=len(reasons),
         impossible=impossible,
+        parallel_trials=placement.parallel_trials,
+        warnings=placement.warnings,
         num_study_launches=study,
         num_confirmation_launches=confirmations,
-        most_stages=stages,
-        expected_s=min(job.budget.time, (study + confirmations) * ASSUMED_START_S + stages * longest_stage_s(job) / 2),
+        most_stages=study * ladder_stages + confirming_stages,
+        expected_s=min(job.budget.time, start_s + stage_s),
         assumed_start_s=ASSUMED_START_S,
         budget_s=job.budget.time,
     )

@@ -410,6 +410,10 @@ class TrialRecord(Record):
     launched: bool = True
     """False for a setting that was refused without a launch."""
 
+    begun_s: float | None = None
+    """When it began, since the job did, times between a job's end and its being gone on with left out; None in records
+    of before this was kept: one trial after the other."""
+
     start_s: float = 0.0
     """From the launch to the first healthy answer, or to the failure."""
 

@@ -27,6 +27,7 @@ from tuner.planning import (
 from tuner.records import SAYS_NOTHING, EngineConfig, Failed, FailureKind, TrialRecord, TrialRole
 from tuner.space import broken_condition, broken_rule
 from tuner.study import Objectives, Proposal, Study
+from tuner.timekeeping import mean_launch_s, mean_stage_s
 
 DEFAULTS_ORIGIN = "defaults"
 CAUTIOUS_ORIGIN = "cautious_start"
@@ -51,14 +52,23 @@ class _Findings:
     start: int = 2
     """Where the next ladder starts after load 1: two doublings below the last knee."""
 
+    has_ladder: bool = False
+    """Whether a ladder was climbed."""
+
     def take_in(self, trial: TrialRecord) -> None:
         """Learn from a trial, if it is one of the study and was measured."""
         if trial.role is TrialRole.STUDY and trial.outcome.outcome == "measured":
+            self.has_ladder = True
             self.slo = self.slo or derive_slo(trial.outcome.stages)
             self.memory = self.memory or MemoryModel.calibrated(trial.config, trial.outcome.facts)
             knee = find_knee(points_of(trial.outcome.stages), num_bootstrap=0).load
             if knee is not None and knee >= 8:
                 self.start = 2 ** math.floor(math.log2(knee / 4))
+
+    @property
+    def enough_for_several(self) -> bool:
+        """Whether launches may run side by side: limits and the memory's size come from a ladder before them."""
+        return self.has_ladder and self.slo is not None
 
 
 def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
@@ -67,33 +77,130 @@ def search(job: TuningJob, study: Study, launches: Launches) -> Slo | None:
     Returns:
         The limits in force: the job's, or those derived from the first ladder; None if no ladder was climbed.
     """
-    study.enqueue(default_values(job), DEFAULTS_ORIGIN)
-    study.enqueue(cautious_values(job), CAUTIOUS_ORIGIN)
-    findings = _Findings(job.limits())
-    for trial in launches.trials:
-        findings.take_in(trial)
-    while study.num_left_open or launches.num_settings_launched() < job.budget.trials:
-        num_launched = launches.num_settings_launched()
-        if num_launched >= FEWEST_LAUNCHES and not _has_time(job, launches):
-            launches.note(
-                f"the search ends after {num_launched} launches: the rest of the budget, "
-                f"{launches.seconds_left():.0f} s, is for confirming"
-            )
-            break
-        proposal = study.ask()
+    return _Search(job, study, launches).run()
+
+
+class _Search:
+    """One search: what it knows, and the proposals that are not told yet."""
+
+    def __init__(self, job: TuningJob, study: Study, launches: Launches) -> None:
+        study.enqueue(default_values(job), DEFAULTS_ORIGIN)
+        study.enqueue(cautious_values(job), CAUTIOUS_ORIGIN)
+        self._job = job
+        self._study = study
+        self._launches = launches
+        self._findings = _Findings(job.limits())
+        for trial in launches.trials:
+            self._findings.take_in(trial)
+        self._running: dict[EngineConfig, Proposal] = {}
+        self._waiting: list[Proposal] = []
+        """Each answered by a launch that runs, unless that comes to nothing."""
+
+        self._is_cut_off = False
+        self._is_exhausted = False
+
+    def run(self) -> Slo | None:
+        """Keep every place busy until nothing is left to launch."""
+        while True:
+            while self._has_place() and (proposal := self._next()) is not None:
+                self._take_up(proposal)
+            if not self._running:
+                return self._findings.slo
+            trial = self._launches.wait()
+            self._conclude(self._running.pop(trial.config), trial)
+            self._warn_of_preemptions(trial)
+
+    def _has_place(self) -> bool:
+        return self._launches.has_room() and (self._findings.enough_for_several or not self._running)
+
+    def _next(self) -> Proposal | None:
+        """The next proposal to decide on, if there is to be one now."""
+        ready = next((each for each in self._waiting if not self._must_wait(each)), None)
+        if ready is None and not self._may_ask():
+            return None
+        num_launched = self._launches.num_settings_launched()
+        if not self._is_cut_off and num_launched >= FEWEST_LAUNCHES and not _has_time(self._job, self._launches):
+            left_s = self._launches.seconds_left()
+            self._cut_off(f" after {num_launched} launches: the rest of the budget, {left_s:.0f} s, is for confirming")
+        if ready is not None:
+            self._waiting.remove(ready)
+            return ready
+        return None if self._is_cut_off else self._ask()
+
+    def _may_ask(self) -> bool:
+        if self._is_cut_off or self._is_exhausted or len(self._waiting) >= self._launches.parallel_trials:
+            return False
+        num_settings = self._launches.num_settings_launched() + len(self._waiting)
+        return self._study.num_left_open > 0 or num_settings < self._job.budget.trials
+
+    def _ask(self) -> Proposal | None:
+        proposal = self._study.ask()
         if proposal is None:
-            launches.note(f"every setting of the space is known after {num_launched} launches: the search ends early")
-            break
-        trial = _try(job, proposal, launches, findings)
-        findings.take_in(trial)
-        _tell(study, proposal, trial, findings.slo)
-        if launches.full_device is not None:
-            launches.note(f"the search ends: {launches.full_device.device} is not free for another launch")
-            break
-        if (alike := _all_failed_alike(launches.trials)) is not None:
-            launches.note(f"the search ends: {FAILED_ALIKE} different settings failed alike and none worked: {alike}")
-            break
-    return findings.slo
+            self._is_exhausted = True
+            num_launched = self._launches.num_settings_launched()
+            self._launches.note(
+                f"every setting of the space is known after {num_launched} launches: the search ends early"
+            )
+        return proposal
+
+    def _cut_off(self, reason: str) -> None:
+        """Launch nothing more; what runs goes on to its end."""
+        self._is_cut_off = True
+        self._launches.note(f"the search ends{reason}")
+
+    def _must_wait(self, proposal: Proposal) -> bool:
+        """Whether a launch that runs may answer the proposal: the same setting, or one of a higher fence."""
+        config = self._job.config(proposal.values)
+        return any(config == running or _answers(running, config) for running in self._running)
+
+    def _take_up(self, proposal: Proposal) -> None:
+        """Tell what the proposal comes to, let it wait for a launch that may answer it, or launch it."""
+        job, launches, config = self._job, self._launches, self._job.config(proposal.values)
+        if self._must_wait(proposal):
+            self._waiting.append(proposal)
+            return
+        known = launches.last_of(config) or _answered(config, launches)
+        if known is None:
+            conditions = () if proposal.origin == DEFAULTS_ORIGIN else job.search_space.conditions
+            refused = _refusal(config, conditions, self._findings.memory, launches.trials)
+            if refused is not None:
+                known = launches.refuse(config, origin=proposal.origin, failed=refused)
+        if known is not None:
+            self._conclude(proposal, known)
+        elif self._is_cut_off:
+            self._study.tell_nothing(proposal, "the search ended while it waited for another launch")
+        else:
+            self._launch(proposal, config)
+
+    def _launch(self, proposal: Proposal, config: EngineConfig) -> None:
+        job, launches, at_once = self._job, self._launches, self._launches.parallel_trials
+        num_left = job.budget.trials - launches.num_settings_launched() + len(self._running)
+        # Confirming launches go one by one, and take as long as so many side by side.
+        launches.expect(num_left + at_once * (CONFIRMATION_LAUNCHES // 2), at_once=at_once)
+        ladder = Ladder(max_num_seqs=config.fence, max_load=job.max_load, start=self._findings.start)
+        launches.start(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
+        self._running[config] = proposal
+
+    def _conclude(self, proposal: Proposal, trial: TrialRecord) -> None:
+        self._findings.take_in(trial)
+        _tell(self._study, proposal, trial, self._findings.slo)
+        full = self._launches.full_device
+        if full is not None and not self._is_cut_off:
+            self._cut_off(f": {full.device} is not free for another launch")
+        alike = _all_failed_alike(self._launches.trials)
+        if alike is not None and not self._is_cut_off:
+            self._cut_off(f": {FAILED_ALIKE} different settings failed alike and none worked: {alike}")
+
+    def _warn_of_preemptions(self, trial: TrialRecord) -> None:
+        memory, config, tokens = self._findings.memory, trial.config, self._job.workload.mean_request_tokens
+        if trial.outcome.outcome != "measured" or memory is None or not memory.covers(config):
+            return
+        fit = memory.requests_that_fit(config, tokens)
+        if fit < config.fence:
+            self._launches.note(
+                f"preemption-prone: {config.fence} requests may run at once, but the KV cache holds about {fit} "
+                f"requests of {tokens:g} tokens"
+            )
 
 
 def _all_failed_alike(trials: Sequence[TrialRecord]) -> str | None:
@@ -106,25 +213,6 @@ def _all_failed_alike(trials: Sequence[TrialRecord]) -> str | None:
     return reasons.pop() if len(outcomes) >= FAILED_ALIKE and len(reasons) == 1 else None
 
 
-def _try(job: TuningJob, proposal: Proposal, launches: Launches, findings: _Findings) -> TrialRecord:
-    """The proposal's trial: known from before, answered by another, refused, or launched now."""
-    config = job.config(proposal.values)
-    known = launches.last_of(config) or _answered(config, launches)
-    if known is not None:
-        return known
-    conditions = () if proposal.origin == DEFAULTS_ORIGIN else job.search_space.conditions
-    refused = _refusal(config, conditions, findings.memory, launches.trials)
-    if refused is not None:
-        return launches.refuse(config, origin=proposal.origin, failed=refused)
-    launches.expect(job.budget.trials - launches.num_settings_launched() + CONFIRMATION_LAUNCHES // 2)
-    ladder = Ladder(max_num_seqs=config.fence, max_load=job.max_load, start=findings.start)
-    trial = launches.run(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
-    if trial.outcome.outcome == "measured":
-        memory = findings.memory or MemoryModel.calibrated(config, trial.outcome.facts)
-        _warn_of_preemptions(job, config, memory, launches)
-    return trial
-
-
 def _answered(config: EngineConfig, launches: Launches) -> TrialRecord | None:
     """What a trial of a higher fence says of this one, all else equal; None if there is no such trial.
 
@@ -134,31 +222,27 @@ def _answered(config: EngineConfig, launches: Launches) -> TrialRecord | None:
     for trial in launches.trials:
         if trial.role is not TrialRole.STUDY or trial.outcome.outcome != "measured":
             continue
-        higher, seqs, fence = trial.config, config.max_num_seqs, config.fence
-        if higher.max_num_seqs > seqs and higher.model_copy(update={"max_num_seqs": seqs}) == config:
-            within = tuple(stage for stage in trial.outcome.stages if stage.load <= fence)
-            launches.note(f"max_num_seqs={seqs} with the rest of trial {trial.number} is answered by it: no launch")
+        if _answers(trial.config, config):
+            within = tuple(stage for stage in trial.outcome.stages if stage.load <= config.fence)
+            launches.note(
+                f"max_num_seqs={config.max_num_seqs} with the rest of trial {trial.number} is answered by it: no launch"
+            )
             outcome = trial.outcome.model_copy(update={"stages": within})
             return trial.model_copy(update={"config": config, "outcome": outcome})
     return None
 
 
-def _warn_of_preemptions(job: TuningJob, config: EngineConfig, memory: MemoryModel | None, launches: Launches) -> None:
-    if memory is None or not memory.covers(config):
-        return
-    fit = memory.requests_that_fit(config, job.workload.mean_request_tokens)
-    if fit < config.fence:
-        launches.note(
-            f"preemption-prone: {config.fence} requests may run at once, but the KV cache holds about {fit} "
-            f"requests of {job.workload.mean_request_tokens:g} tokens"
-        )
+def _answers(higher: EngineConfig, config: EngineConfig) -> bool:
+    """Whether the one differs from the other by a higher fence alone."""
+    seqs = config.max_num_seqs
+    return higher.max_num_seqs > seqs and higher.model_copy(update={"max_num_seqs": seqs}) == config
 
 
 def _has_time(job: TuningJob, launches: Launches) -> bool:
     """Whether one more ladder fits before the confirmations must begin, by what starts and stages have taken so far."""
-    ladder_s = launches.mean_launch_s(TrialRole.STUDY) or 0.0
+    ladder_s = mean_launch_s(launches.trials, TrialRole.STUDY) or 0.0
     start_s = max((trial.start_s for trial in launches.trials), default=0.0)
-    mean_s = launches.mean_stage_s()
+    mean_s = mean_stage_s(launches.trials)
     stage_s = longest_stage_s(job) if mean_s is None else STAGE_RESERVE * mean_s
     confirmation_s = CONFIRMATION_LAUNCHES * (start_s + CONFIRMATION_STAGES * stage_s)
     confirmation_s += MAX_PROTECTIVE_LAUNCHES * (start_s + PROTECTIVE_STAGES * stage_s)

@@ -35,6 +35,8 @@ class AskedTrial(Record):
     role: TrialRole
     config: EngineConfig
     origin: str
+    begun_s: float | None = None
+    """As in the trial's record."""
 
 
 class RunStore:
@@ -128,10 +130,10 @@ class RunStore:
         _write_whole(directory / "asked.json", asked.model_dump_json(indent=1))
         return directory
 
-    def unfinished_trial(self) -> AskedTrial | None:
-        """The trial that was begun and has not ended: none, or the last one."""
-        begun = [file for file in (self.path / "trials").glob("*/asked.json") if not _ended(file.parent)]
-        return read_record(AskedTrial, max(begun)) if begun else None
+    def unfinished_trials(self) -> list[AskedTrial]:
+        """The trials that were begun and have not ended, by number."""
+        begun = sorted(file for file in (self.path / "trials").glob("*/asked.json") if not _ended(file.parent))
+        return [read_record(AskedTrial, file) for file in begun]
 
     def write_trial(self, trial: TrialRecord) -> None:
         """Keep a finished trial: once `trial.json` is there, whole, the trial counts."""

@@ -76,8 +76,10 @@ TrialEvent = TrialNote | DeviceFull | StageRecord | TrialRecord
 """What a trial reports as it goes: notes, its stages one by one, a device that it left full, itself last."""
 
 
-class WorkerLostError(RuntimeError):
+class WorkerLost(Record):
     """The process a trial ran in died under it: this says nothing about the config."""
+
+    detail: str
 
 
 class DeviceHiddenError(RuntimeError):
@@ -85,14 +87,23 @@ class DeviceHiddenError(RuntimeError):
 
 
 class TrialRunner(Protocol):
-    """Where trials run."""
+    """Where trials run: several at once, each on devices of its own."""
 
-    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
-        """Run one trial: each stage's record as it ends, then the trial's.
+    @property
+    def parallel_trials(self) -> int:
+        """How many at once."""
 
-        Raises:
-            WorkerLostError: if the process it ran in dies.
+    def start(self, spec: TrialSpec) -> None:
+        """Begin a trial; fewer than `parallel_trials` run when this is called."""
+
+    def next_event(self) -> tuple[int, TrialEvent | WorkerLost]:
+        """Wait for any trial that runs: its number and what it reports.
+
+        Its stages come one by one, as they end; a `TrialRecord` or `WorkerLost` is its last.
         """
+
+    def give_up(self, number: int) -> None:
+        """End a trial half-way, its engine with it."""
 
 
 def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = (), read: ReadMemory | None = None) -> Iterator[TrialEvent]:

@@ -80,8 +80,9 @@ def _decide(
         confirmations = _confirm(job, searched, choice, slo, defaults, launches)
     if slo is not None and launches.full_device is None:
         confirmations = _protect(job, store, launches, slo, defaults, searched, confirmations)
-    if launches.full_device is not None:
-        confirmations = replace(confirmations, setbacks=(*confirmations.setbacks, launches.full_device.text))
+    if launches.full_devices:
+        texts = (device.text for device in launches.full_devices)
+        confirmations = replace(confirmations, setbacks=(*confirmations.setbacks, *texts))
     return recommend(
         finding=finding,
         slo=slo,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from tests.fakes.records import facts, stage
 from tuner.engines.device_return import DeviceFull
 from tuner.ladder import next_step
 from tuner.measure.stage import MeasuredStage
 from tuner.records import Failed, Measured, RequestRecord, StageRecord, TrialRecord
 from tuner.store import keep_stage
-from tuner.trial import TrialEvent, TrialSpec, WorkerLostError
+from tuner.trial import TrialEvent, TrialSpec, WorkerLost
 
 Rule = Callable[[TrialSpec], Failed | None]
 """Says whether and how a launch fails."""
@@ -30,14 +32,22 @@ class FakeWorkers:
         lost: int = 0,
         simulated: bool = False,
         fills_in: int | None = None,
+        parallel_trials: int = 1,
+        seed: int = 0,
     ) -> None:
         """A pool.
 
         Args:
+            fills_in: the run, from 0, that leaves its device full, and one place less.
+            parallel_trials: how many trials run at once.
+            seed: decides which of them reports next.
             lost: how many of the first runs end with a dead worker.
-            fills_in: the run, from 0, that leaves its device full.
             simulated: whether the engines say that they are.
         """
+        self.parallel_trials = parallel_trials
+        self.running: dict[int, Iterator[TrialEvent]] = {}
+        self._rng = np.random.default_rng(seed)
+        self._lost_now: list[int] = []
         self._simulated = simulated
         self._fills_in = fills_in
         self.launched: list[TrialSpec] = []
@@ -48,11 +58,33 @@ class FakeWorkers:
         self._reshape = reshape
         self._lost = lost
 
-    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
-        """A trial's stages, then the trial."""
+    def start(self, spec: TrialSpec) -> None:
+        """Begin a trial; nothing of it happens before it is asked for."""
+        assert len(self.running) < self.parallel_trials
         self.launched.append(spec)
         if len(self.launched) <= self._lost:
-            raise WorkerLostError("killed for memory")
+            self._lost_now.append(spec.number)
+        self.running[spec.number] = self.run(spec)
+
+    def next_event(self) -> tuple[int, TrialEvent | WorkerLost]:
+        """The next report of one of the trials."""
+        number = int(self._rng.choice(list(self.running)))
+        if number in self._lost_now:
+            self.give_up(number)
+            return number, WorkerLost(detail="killed for memory")
+        event = next(self.running[number])
+        if isinstance(event, DeviceFull):
+            self.parallel_trials -= 1
+        if isinstance(event, TrialRecord):
+            self.give_up(number)
+        return number, event
+
+    def give_up(self, number: int) -> None:
+        """End a trial."""
+        del self.running[number]
+
+    def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
+        """A trial's stages, then the trial."""
         failed = self._fails(spec)
         stages = list(spec.kept_stages)
         if failed is None:
@@ -62,7 +94,7 @@ class FakeWorkers:
                 self.stages_made.append((spec.number, made.index))
                 keep_stage(spec.directory, MeasuredStage(record=made, requests=(_request(),), samples=()))
                 yield made
-        if len(self.launched) - 1 == self._fills_in:
+        if self.launched.index(spec) == self._fills_in:
             yield DeviceFull(device="GPU-a", text="nothing is launched on GPU-a any more: 5 bytes more are in use")
         outcome = failed or Measured(
             facts=facts(spec.config).model_copy(update={"simulated": self._simulated}), stages=tuple(stages)

@@ -116,8 +116,8 @@ def _kill(victim: str, driver: psutil.Popen, run: Path) -> bool:
         if victim == "driver":
             driver.kill()
             return True
-        unfinished = RunStore(run).unfinished_trial() if run.is_dir() else None
-        launch = read_launch(run / "trials" / f"{unfinished.number:04d}") if unfinished else None
+        unfinished = RunStore(run).unfinished_trials() if run.is_dir() else []
+        launch = read_launch(run / "trials" / f"{unfinished[0].number:04d}") if unfinished else None
         if launch is None:
             return False
         engine = psutil.Process(launch.pid)

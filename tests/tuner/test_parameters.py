@@ -20,6 +20,7 @@ from tuner.__main__ import app
 from tuner.inputs import InputError
 from tuner.job import FixedParameters, TuningJob, load_job
 from tuner.parameters import SEARCHABLE
+from tuner.placement import Placement
 from tuner.planning import cautious_values, default_values, plan_of
 from tuner.records import EngineConfig, TrialRole
 from tuner.space import MOST_COMBINATIONS, SamplerName, combinations, load_space
@@ -44,6 +45,8 @@ OPTIONAL = {
 }
 QUICK_SAMPLERS = [name for name in get_args(SamplerName) if name != "gp"]
 CONDITIONS = ["max_num_batched_tokens >= 4 * max_num_seqs", "max_num_seqs < 64 or gpu_memory_utilization < 0.9"]
+
+ONE_CPU = Placement(parallel_trials=1, num_gpus=0)
 
 
 def _space(
@@ -142,7 +145,7 @@ def test_what_breaks_a_condition_is_planned_as_impossible_and_never_launched(tmp
     """The user's own rule costs no launch, is named with its values, and leaves the defaults alone as the baseline."""
     condition = "max_num_batched_tokens >= 32 * max_num_seqs or enable_prefix_caching"
     job = _unlimited(_space(condition, enable_prefix_caching=[False, True]), budget={"trials": 40, "time": "10h"})
-    impossible = plan_of(job).impossible
+    impossible = plan_of(job, ONE_CPU).impossible
     assert len(impossible) == 3 * 2
     assert f"the condition {condition!r} does not hold at enable_prefix_caching=False" in impossible[0]
 
@@ -214,8 +217,8 @@ def test_conditions_see_what_is_fixed() -> None:
     space = _space("max_num_batched_tokens > 200 or watermark >= 0.02")
     fixed = {"fixed": {"watermark": 0.01, "max_num_scheduled_tokens": "100"}}
     job = _unlimited(space, engine=fixed)
-    assert len(plan_of(job).impossible) == 2 * 2
-    assert all("max_num_batched_tokens=128, watermark=0.01" in reason for reason in plan_of(job).impossible)
+    assert len(plan_of(job, ONE_CPU).impossible) == 2 * 2
+    assert all("max_num_batched_tokens=128, watermark=0.01" in reason for reason in plan_of(job, ONE_CPU).impossible)
     assert job.config(default_values(job)).max_num_scheduled_tokens == 100
 
 
@@ -240,7 +243,7 @@ def test_the_example_of_the_preset_can_be_searched() -> None:
     example = yaml.safe_load("".join(line[4:] for line in text.splitlines(keepends=True) if line.startswith("#   ")))
     space = yaml.safe_load(text)
     space["parameters"] |= example["parameters"]
-    planned = plan_of(_unlimited(space | {"conditions": example["conditions"]}))
+    planned = plan_of(_unlimited(space | {"conditions": example["conditions"]}), ONE_CPU)
     assert len(planned.conditions) == 2
     assert 0 < len(planned.impossible) < planned.num_combinations == 7 * 5 * 5 * 2 * 3
 

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from tuner.inputs import InputError
 from tuner.job import load_job
+from tuner.placement import Placement
 from tuner.planning import cautious_values, default_values, plan_of
 from tuner.records import EngineConfig
 from tuner.space import SearchedValues, broken_rule, load_space
+
+ONE_CPU = Placement(parallel_trials=1, num_gpus=0)
 
 
 def _config(**over: object) -> EngineConfig:
@@ -67,7 +70,7 @@ def test_a_faulty_space_names_the_value(over: dict[str, object], told: str) -> N
 
 def test_a_plan_counts_what_the_job_will_do() -> None:
     """`kneetune plan` tells launches and time before anything starts."""
-    planned = plan_of(load_job("embedded"))
+    planned = plan_of(load_job("embedded"), ONE_CPU)
     assert planned.num_combinations == 7 * 5 * 5
     assert planned.impossible == ()
     assert planned.num_study_launches == 9
@@ -79,7 +82,7 @@ def test_a_plan_lists_the_impossible() -> None:
     space = load_space("cpu").model_dump(mode="json")
     space["parameters"]["max_num_batched_tokens"]["choices"] = [64, 2048]
     job = load_job("embedded", {"search_space": space})
-    impossible = plan_of(job).impossible
+    impossible = plan_of(job, ONE_CPU).impossible
     assert len(impossible) == 2 * 5
     assert all("max_num_batched_tokens=64 is below" in reason for reason in impossible)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +21,17 @@ from tuner.records import EngineConfig, StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 NOTES_SHOWN = 3
+STAGES_SHOWN = 12
+"""Rows of all trials together where several run: the latest of each."""
+
+
+@dataclass(slots=True)
+class _Shown:
+    """A trial in the picture."""
+
+    head: str
+    stages: list[StageRecord]
+    has_ended: bool = False
 
 
 class LiveWatcher:
@@ -30,9 +43,8 @@ class LiveWatcher:
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._trials: list[TrialRecord] = []
-        self._stages: list[StageRecord] = []
+        self._shown: dict[int, _Shown] = {}
         self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
-        self._head = "starting"
         self._clock: Clock | None = None
 
     def __enter__(self) -> Self:
@@ -45,19 +57,21 @@ class LiveWatcher:
         self._live.stop()
 
     def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
-        """The picture turns to this launch."""
-        self._head = f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}{self._label}]"
-        self._stages = []
+        """The picture turns to this launch, and to those that run beside it."""
+        self._shown = {other: shown for other, shown in self._shown.items() if not shown.has_ended}
+        self._shown[number] = _Shown(f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}{self._label}]", [])
         self._draw(clock)
 
-    def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:  # noqa: ARG002  (the protocol's)
+    def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:
         """A row more."""
-        self._stages.append(stage)
+        self._shown[number].stages.append(stage)
         self._draw(clock)
 
     def trial_ended(self, trial: TrialRecord, clock: Clock) -> None:
         """A line that stays, and the best so far anew."""
         self._trials.append(trial)
+        if trial.number in self._shown:
+            self._shown[trial.number].has_ended = True
         self._console.print(trial_text(trial), markup=False)
         self._draw(clock)
 
@@ -75,13 +89,21 @@ class LiveWatcher:
         time = "" if self._clock is None else f"  {clock_text(self._clock)}"
         head = Text(f"{self._title}{time}", style="bold")
         notes = (Text(f"- {note}", style="dim") for note in self._notes)
-        return Group(head, Text(self._head), self._table(), *self._standing(), *notes)
+        return Group(head, *self._running(), *self._standing(), *notes)
 
-    def _table(self) -> Table:
+    def _running(self) -> Iterator[RenderableType]:
+        if not self._shown:
+            yield Text("starting")
+        most = STAGES_SHOWN // len(self._shown) if len(self._shown) > 1 else None
+        for shown in self._shown.values():
+            yield Text(shown.head)
+            yield self._table(shown.stages if most is None else shown.stages[-max(1, most) :])
+
+    def _table(self, stages: Sequence[StageRecord]) -> Table:
         table = Table(box=None, pad_edge=False)
         for name in ("stage", "load", "tok/s", "p95 TTFT", "p95 ITL", "preemptions", ""):
             table.add_column(name, justify="left" if name in ("stage", "") else "right")
-        for stage in self._stages:
+        for stage in stages:
             table.add_row(
                 stage.kind.value,
                 str(stage.load),

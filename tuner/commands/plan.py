@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
 from tuner.commands.words import duration_text
+from tuner.gpus import visible_gpus
 from tuner.job import TuningJob, load_job
+from tuner.placement import Placement, needs_gpu_count, place
 from tuner.planning import JobPlan, plan_of
+from tuner.space import combinations
 from tuner.wording import setting
 
 SHOWN_IMPOSSIBLE = 5
@@ -20,12 +24,29 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say what a job would do: settings, what is impossible and why, launches, stages, expected time."""
-    print_plan(load_job(job), as_json=json)
+    tuning_job = load_job(job)
+    print_plan(tuning_job, place_here(tuning_job), as_json=json)
 
 
-def print_plan(job: TuningJob, *, as_json: bool) -> None:
-    """Write the plan of `job` to stdout."""
-    planned = plan_of(job)
+def place_here(job: TuningJob) -> Placement:
+    """Where the trials of `job` run on this machine, by the most GPUs that one of its settings takes.
+
+    Raises:
+        InputError: where not even one launch fits, naming what it takes and what there is.
+    """
+    sizes = {job.config(values).tensor_parallel_size for values in combinations(job.search_space)}
+    return place(
+        job.engine,
+        tensor_parallel_size=max(sizes),
+        num_gpus=len(visible_gpus()) if needs_gpu_count(job.engine) else 0,
+        num_cpus=len(os.sched_getaffinity(0)),
+        asked=job.parallel_trials,
+    )
+
+
+def print_plan(job: TuningJob, placement: Placement, *, as_json: bool) -> None:
+    """Write the plan of `job`, its trials placed so, to stdout."""
+    planned = plan_of(job, placement)
     if as_json:
         typer.echo(planned.model_dump_json(indent=1))
         return
@@ -47,9 +68,14 @@ def _lines(planned: JobPlan) -> list[str]:
     if len(planned.impossible) > SHOWN_IMPOSSIBLE:
         lines.append(f"  … and {len(planned.impossible) - SHOWN_IMPOSSIBLE} more")
     launches = f"{planned.num_study_launches} launches to search, up to {planned.num_confirmation_launches} to confirm"
+    at_once = "one trial at a time"
+    if planned.parallel_trials > 1:
+        at_once = f"{planned.parallel_trials} trials at a time to search, one to confirm and for the first ladder"
     expected = f"about {duration_text(planned.expected_s)} if a start takes {planned.assumed_start_s:g} s (a guess)"
     return [
         *lines,
         f"{launches}, up to {planned.most_stages} stages",
+        at_once,
+        *(f"warning: {warning}" for warning in planned.warnings),
         f"{expected}; the budget is {duration_text(planned.budget_s)}",
     ]

@@ -106,9 +106,9 @@ def standing_lines(store: RunStore) -> list[str]:
             f"{estimate_text(stage.output_throughput)} tok/s, p95 TTFT {milliseconds_text(stage.ttft_p95_ms)}, "
             f"p95 ITL {milliseconds_text(stage.itl_p95_ms)} (trial {trial.number}, not re-measured yet)"
         )
-    unfinished = store.unfinished_trial()
     if store.is_locked():
-        at_work = "between launches" if unfinished is None else f"in trial {unfinished.number}"
+        numbers = [str(asked.number) for asked in store.unfinished_trials()]
+        at_work = "between launches" if not numbers else f"in trial {', '.join(numbers)}"
         return [*lines, f"running     {at_work}"]
     return [*lines, f"next        kneetune tune --resume {shlex.quote(str(store.path))}"]
 

@@ -12,13 +12,14 @@ import typer
 from tuner.answer import RunVerdict
 from tuner.commands.export import EVERY_FORMAT, write_exports
 from tuner.commands.live import LiveWatcher
-from tuner.commands.plan import print_plan
+from tuner.commands.plan import place_here, print_plan
 from tuner.commands.report import write_run_report
 from tuner.commands.show import print_answer
 from tuner.commands.watch import PlainWatcher
 from tuner.engines.leftovers import end_leftovers
 from tuner.inputs import InputError
 from tuner.job import TuningJob, load_job
+from tuner.placement import Placement
 from tuner.provenance import provenance
 from tuner.resume import resumed_job
 from tuner.stopping import StopOnInterrupt
@@ -40,6 +41,9 @@ def tune(
     slo_itl_p95: Annotated[str | None, typer.Option(help="Limit on p95 inter-token latency, such as 50ms.")] = None,
     budget: Annotated[str | None, typer.Option(help="Wall time for the whole job, such as 30m.")] = None,
     trials: Annotated[int | None, typer.Option(help="Settings to measure.")] = None,
+    parallel_trials: Annotated[
+        int | None, typer.Option(help="Most trials at once, each on GPUs of its own; else as many as fit.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seeds the sampler and every prompt.")] = None,
     name: Annotated[str | None, typer.Option(help="The run's name: its directory under --runs.")] = None,
     runs: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
@@ -56,6 +60,7 @@ def tune(
     """
     if resume is not None:
         given = _given(job=job, model=model, engine=engine, workload=workload, seed=seed, name=name)
+        given |= _given(parallel_trials=parallel_trials)
         given |= _given(slo_ttft_p95=slo_ttft_p95, slo_itl_p95=slo_itl_p95, dry_run=dry_run or None)
         raise typer.Exit(_exit_code(_resume(resume, _given(time=budget, trials=trials), given, as_json=json)))
     slo = {"ttft_p95": slo_ttft_p95, "itl_p95": slo_itl_p95}
@@ -66,16 +71,18 @@ def tune(
         workload=workload,
         slo=_given(**slo),
         budget=_given(time=budget, trials=trials),
+        parallel_trials=parallel_trials,
         seed=seed,
     )
     start_from = EMBEDDED_JOB if model in (None, "embedded") else DEFAULT_JOB
     tuning_job = load_job(job or start_from, overrides)
+    placement = place_here(tuning_job)
     if dry_run:
-        print_plan(tuning_job, as_json=json)
+        print_plan(tuning_job, placement, as_json=json)
         return
     store = RunStore.create(runs, tuning_job, provenance(tuning_job))
     with store.locked():
-        raise typer.Exit(_exit_code(_run(tuning_job, store, as_json=json)))
+        raise typer.Exit(_exit_code(_run(tuning_job, store, placement, as_json=json)))
 
 
 def _resume(path: Path, budget: dict[str, object], given: dict[str, object], *, as_json: bool) -> RunVerdict:
@@ -88,12 +95,13 @@ def _resume(path: Path, budget: dict[str, object], given: dict[str, object], *, 
     store = RunStore.open(path)
     with store.locked():
         job = resumed_job(store, budget=budget)
+        placement = place_here(job)
         store.write_job(job)
         end_leftovers(store)
-        return _run(job, store, as_json=as_json)
+        return _run(job, store, placement, as_json=as_json)
 
 
-def _run(job: TuningJob, store: RunStore, *, as_json: bool) -> RunVerdict:
+def _run(job: TuningJob, store: RunStore, placement: Placement, *, as_json: bool) -> RunVerdict:
     # These import ray and optuna, which --help and --dry-run need not wait for.
     from tuner.launches import StopRequestedError
     from tuner.tuning import run_tuning
@@ -104,7 +112,9 @@ def _run(job: TuningJob, store: RunStore, *, as_json: bool) -> RunVerdict:
     title = f"{job.name} on {job.engine.described}, into {store.path}"
     watcher = LiveWatcher(title, simulated=simulated) if sys.stderr.isatty() else PlainWatcher(simulated=simulated)
     try:
-        with watcher, StopOnInterrupt(watcher.note) as stop, Workers() as workers:
+        with watcher, StopOnInterrupt(watcher.note) as stop, Workers(placement) as workers:
+            for warning in placement.warnings:
+                watcher.note(warning)
             recommendation = run_tuning(
                 job, store, store.provenance(), workers, watcher, stop_requested=lambda: stop.requested
             )

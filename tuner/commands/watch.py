@@ -39,11 +39,12 @@ class PlainWatcher:
         self._line("")
         self._line(f"{PURPOSE[role]} {number}: {config_text(config)}  [{origin}{self._label}]  {clock_text(clock)}")
 
-    def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:  # noqa: ARG002  (the protocol's)
-        """One line: load, throughput, latencies, preemptions."""
+    def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:
+        """One line: trial, load, throughput, latencies, preemptions."""
         valid = "" if stage.valid else f"  INVALID: {'; '.join(stage.invalid_reasons)}"
+        head = f"{number:>3} {stage.kind.value:<9} load {stage.load:>4}"
         self._line(
-            f"  {stage.kind.value:<9} load {stage.load:>4}  {estimate_text(stage.output_throughput):>14} tok/s"
+            f"  {head}  {estimate_text(stage.output_throughput):>14} tok/s"
             f"  p95 TTFT {milliseconds_text(stage.ttft_p95_ms):>9}  p95 ITL {milliseconds_text(stage.itl_p95_ms):>9}"
             f"  preemptions {'?' if stage.num_preemptions is None else stage.num_preemptions}"
             f"  {clock_text(clock)}{valid}"
@@ -52,7 +53,7 @@ class PlainWatcher:
     def trial_ended(self, trial: TrialRecord, clock: Clock) -> None:  # noqa: ARG002
         """A failed trial says why; a measured one has said it all in its stages."""
         if trial.outcome.outcome == "failed":
-            self._line(f"  {trial.outcome.kind.value}: {trial.outcome.detail}")
+            self._line(f"  {trial.number:>3} {trial.outcome.kind.value}: {trial.outcome.detail}")
 
     def note(self, text: str) -> None:
         """A line of its own."""

@@ -21,6 +21,7 @@ from tuner import __main__ as cli
 from tuner import workers
 from tuner.answer import Recommendation
 from tuner.job import TuningJob
+from tuner.placement import Placement
 from tuner.records import Failed, FailureKind, StageRecord
 from tuner.store import RunStore
 
@@ -62,7 +63,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     """A finished run, made by the real command on a pool that launches nothing."""
-    monkeypatch.setattr(workers, "Workers", lambda: _Pool(reshape=_saturating))
+    monkeypatch.setattr(workers, "Workers", lambda _: _Pool(reshape=_saturating))
     assert _run(monkeypatch, "tune", "embedded", "--trials", "5", "--runs", str(tmp_path)) == 0
     capsys.readouterr()
     return tmp_path / "embedded-chat"
@@ -156,7 +157,7 @@ def test_no_answer_is_exit_1_with_the_reason_and_no_production_file(
 ) -> None:
     """A script that deploys what it finds deploys nothing."""
     failed = Failed(kind=FailureKind.OOM_STARTUP, detail="24 of 22 GiB free")
-    monkeypatch.setattr(workers, "Workers", lambda: _Pool(fails=lambda _: failed))
+    monkeypatch.setattr(workers, "Workers", lambda _: _Pool(fails=lambda _: failed))
     assert _run(monkeypatch, "tune", "embedded", "--trials", "3", "--runs", str(tmp_path)) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("no_feasible_config: ")
@@ -200,7 +201,7 @@ def test_another_model_does_not_inherit_the_embedded_ones_device(
     (tmp_path / "config.json").write_text("{}")
     seen: list[TuningJob] = []
 
-    def keep(job: TuningJob, *, as_json: bool) -> None:
+    def keep(job: TuningJob, _placement: Placement, *, as_json: bool) -> None:
         assert not as_json
         seen.append(job)
 
@@ -245,7 +246,7 @@ def _stop_after(num_stages: int) -> Reshape:
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     """A run that its user stopped with Ctrl-C in its second trial."""
-    monkeypatch.setattr(workers, "Workers", lambda: _Pool(reshape=_stop_after(13)))
+    monkeypatch.setattr(workers, "Workers", lambda _: _Pool(reshape=_stop_after(13)))
     assert _run(monkeypatch, "tune", "embedded", "--trials", "4", "--runs", str(tmp_path)) == 130
     run = tmp_path / "embedded-chat"
     said = capsys.readouterr().err
@@ -264,7 +265,7 @@ def test_ctrl_c_finishes_the_stage_and_says_how_to_go_on(
     assert "best so far" in said
     assert said.splitlines()[-1] == f"next        kneetune tune --resume {stopped}"
     pool = _Pool(reshape=_saturating)
-    monkeypatch.setattr(workers, "Workers", lambda: pool)
+    monkeypatch.setattr(workers, "Workers", lambda _: pool)
     assert _run(monkeypatch, "tune", "--resume", str(stopped)) == 0
     assert pool.launched[0].number == 1
     assert pool.stages_made[0] == (1, len(pool.launched[0].kept_stages))
