@@ -163,7 +163,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that was cut off at its start: what is damaged of it is up to the test."""
     job = cli.tune.load_job("embedded")
     store = RunStore.create(tmp_path, job, cli.tune.provenance(job))
-    monkeypatch.setattr(workers, "Workers", lambda: contextlib.nullcontext(FakeWorkers()))
+    monkeypatch.setattr(workers, "Workers", lambda _: contextlib.nullcontext(FakeWorkers()))
     return store.path
 
 
