@@ -154,6 +154,9 @@ class ParetoPoint(Record):
     config: EngineConfig
     load: int
     output_throughput: float
+    output_throughput_per_device: float | None = None
+    """What the front compares: the throughput divided by the devices the config takes."""
+
     ttft_p95_ms: float
     itl_p95_ms: float
     peak_memory_bytes: int | None = None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
 from tuner.analysis.knee import find_knee, past_the_knee, points_of, suggest_bisection
+from tuner.analysis.slo import derive_slo, load_left_of, slo_boundary
+from tuner.answer import Slo
 from tuner.records import Record, StageKind, StageRecord
 
 MOST_BETWEEN_RUNGS = 2
@@ -33,6 +35,9 @@ class Ladder(Record):
     """The fence; None: the engine does not tell, and it is recognised from what runs and waits."""
 
     max_load: int
+    slo: Slo | None = None
+    """Limits in force, for the stage where an operating point should stand; None: those its own load 1 gives."""
+
     start: int = 2
     """The first rung after load 1. Those below it are climbed only where the knee turns out to be down there."""
 
@@ -67,7 +72,11 @@ def next_step(plan: Plan, stages: Sequence[StageRecord]) -> LadderStep | None:
             return next((step for step in plan.steps if (step.kind, step.load) not in measured), None)
         case Ladder():
             fence, stages = plan.fence(stages), _marked(plan, stages)
-            return _next_rung(plan, fence, stages) or _between_rungs(stages) or _closing_overload(plan, fence, stages)
+            return (
+                _next_rung(plan, fence, stages)
+                or _between_rungs(plan, stages)
+                or _closing_overload(plan, fence, stages)
+            )
 
 
 def most_stages(plan: Plan) -> int:
@@ -123,20 +132,30 @@ def _knee_is_lower(stages: Sequence[StageRecord]) -> bool:
     return knee is None or knee <= min((stage.load for stage in stages if stage.load > 1), default=1)
 
 
-def _between_rungs(stages: Sequence[StageRecord]) -> LadderStep | None:
+def _between_rungs(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | None:
     """First the bisection that pins the knee, then a stage where an operating point should stand, if there is none."""
     between = {stage.load for stage in stages if stage.kind is StageKind.BISECT}
     closed = any(stage.kind is StageKind.OVERLOAD for stage in stages)
     if closed or len(between) >= MOST_BETWEEN_RUNGS:
         return None
-    load = _left_of_the_knee(stages) if between else suggest_bisection(points_of(stages)) or _left_of_the_knee(stages)
+    pinned = None if between else suggest_bisection(points_of(stages))
+    load = _where_to_stand(plan, stages) if pinned is None else pinned
     return None if load is None else LadderStep(kind=StageKind.BISECT, load=load)
 
 
-def _left_of_the_knee(stages: Sequence[StageRecord]) -> int | None:
-    knee = find_knee(points_of(stages), num_bootstrap=0).load
-    if knee is None:
-        return None
+def _where_to_stand(plan: Ladder, stages: Sequence[StageRecord]) -> int | None:
+    """Just left of where the limits are left, if they are left before the knee; otherwise just left of the knee."""
+    points, slo = points_of(stages), plan.slo or derive_slo(stages)
+    knee = find_knee(points, num_bootstrap=0).load
+    limit = None if slo is None else slo_boundary(points, ttft_p95_ms=slo.ttft_p95_ms, itl_p95_ms=slo.itl_p95_ms)
+    if limit is None or limit.load is None or (knee is not None and limit.load >= OPERATING_BAND[1] * knee):
+        return None if knee is None else _left_of_the_knee(knee, stages)
+    load = load_left_of(limit)
+    near = limit.inside is not None and limit.inside >= OPERATING_BAND[0] * limit.load
+    return None if near or load in {stage.load for stage in stages} else load
+
+
+def _left_of_the_knee(knee: float, stages: Sequence[StageRecord]) -> int | None:
     low, high = (share * knee for share in OPERATING_BAND)
     load = round(math.sqrt(low * high))
     measured = {stage.load for stage in stages}

@@ -177,7 +177,8 @@ class _Search:
         num_left = job.budget.trials - launches.num_settings_launched() + len(self._running)
         # Confirming launches go one by one, and take as long as so many side by side.
         launches.expect(num_left + at_once * (CONFIRMATION_LAUNCHES // 2), at_once=at_once)
-        ladder = Ladder(max_num_seqs=config.fence, max_load=job.max_load, start=self._findings.start)
+        slo, start = self._findings.slo, self._findings.start
+        ladder = Ladder(max_num_seqs=config.fence, max_load=job.max_load, slo=slo, start=start)
         launches.start(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
         self._running[config] = proposal
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.records import estimate, stage
 from tuner.analysis.fence import fenced_beyond
 from tuner.analysis.knee import find_knee, points_of
-from tuner.answer import LadderVerdict
+from tuner.answer import LadderVerdict, Slo
 from tuner.ladder import FixedSteps, Ladder, LadderStep, most_stages, next_step, rungs
 from tuner.records import EngineConfig, StageKind, StageRecord
 
@@ -54,6 +54,21 @@ def test_there_is_a_stage_where_an_operating_point_should_stand() -> None:
         knee = find_knee(points_of(stages)).load
         assert knee is not None
         assert any(0.7 * knee <= load < knee for load in (each.load for each in stages))
+
+
+def test_limits_that_are_left_before_the_knee_get_the_stage() -> None:
+    """Where p95 ITL and not the knee bounds the operating point, a stage lies just inside the limit, not half of it."""
+    free = _climb(Ladder(max_num_seqs=256, max_load=512), lambda n: 1000 * n / (8 + n))
+    knee = find_knee(points_of(free)).load
+    # The fake's p95 ITL is 1.15 x (12 + 2.25 n) ms, so 11.8 requests are at the limit.
+    slo = Slo(ttft_p95_ms=1e6, itl_p95_ms=1.15 * (12 + 2.25 * 11.8))
+    bound = _climb(Ladder(max_num_seqs=256, max_load=512, slo=slo), lambda n: 1000 * n / (8 + n))
+    inside = max(each.load for each in bound if each.itl_p95_ms.value <= slo.itl_p95_ms)
+
+    assert knee is not None
+    assert knee > 20
+    assert len(bound) <= len(free)
+    assert inside == 11
 
 
 def test_an_engine_that_scales_for_ever_ends_at_the_fence() -> None:
@@ -117,6 +132,7 @@ def test_rungs_double_and_end_at_the_fence() -> None:
     assert rungs(1, 2) == [1]
 
 
+@settings(deadline=None)
 @given(bend=st.floats(0.5, 30.0), start=st.sampled_from([2, 4, 8, 16, 32, 64]), seqs=st.sampled_from([6, 256]))
 def test_a_ladder_that_starts_high_finds_the_knee_wherever_it_is(bend: float, start: int, seqs: int) -> None:
     """What an earlier ladder taught saves stages, and never an answer."""

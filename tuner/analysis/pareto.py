@@ -1,5 +1,6 @@
-"""The Pareto front over (config, stage) points: throughput up, p95 TTFT down, p95 ITL down.
+"""The Pareto front over (config, stage) points: throughput of a device up, p95 TTFT down, p95 ITL down.
 
+Throughput is counted by the device, as a config that takes eight of them must bring eight times as much to be level.
 Points closer than their noise do not dominate each other: two figures whose intervals overlap are a tie.
 """
 
@@ -23,10 +24,23 @@ class Candidate:
     config: EngineConfig
     stage: StageRecord
 
+    @property
+    def by_device(self) -> StageRecord:
+        """The stage with the throughput of one of the devices it took."""
+        throughput = per_device(self.stage.output_throughput, self.config)
+        return self.stage.model_copy(update={"output_throughput": throughput})
+
 
 def smaller_first(config: EngineConfig) -> tuple[int, int, float]:
     """Sort key by which ties go to the smaller setting: it exposes less."""
     return config.max_num_seqs, config.max_num_batched_tokens, config.gpu_memory_utilization
+
+
+def per_device(throughput: Estimate, config: EngineConfig) -> Estimate:
+    """What one of the config's devices contributes."""
+    num_devices = config.tensor_parallel_size
+    low, high = (None if end is None else end / num_devices for end in (throughput.low, throughput.high))
+    return throughput.model_copy(update={"value": throughput.value / num_devices, "low": low, "high": high})
 
 
 def interval(estimate: Estimate) -> tuple[float, float]:
@@ -78,7 +92,9 @@ def pareto_front(trials: Sequence[TrialRecord]) -> tuple[ParetoPoint, ...]:
         for stage in trial.outcome.stages
         if is_comparable(stage)
     ]
-    front = [mine for mine in candidates if not any(dominates(other.stage, mine.stage) for other in candidates)]
+    judged = [candidate.by_device for candidate in candidates]
+    beaten = [any(dominates(other, mine) for other in judged) for mine in judged]
+    front = [candidate for candidate, is_beaten in zip(candidates, beaten, strict=True) if not is_beaten]
     front.sort(key=lambda point: (-point.stage.output_throughput.value, smaller_first(point.config), point.stage.load))
     return tuple(_pareto_point(point) for point in front)
 
@@ -107,6 +123,7 @@ def _pareto_point(point: Candidate) -> ParetoPoint:
         config=point.config,
         load=point.stage.load,
         output_throughput=point.stage.output_throughput.value,
+        output_throughput_per_device=point.by_device.output_throughput.value,
         ttft_p95_ms=point.stage.ttft_p95_ms.value,
         itl_p95_ms=point.stage.itl_p95_ms.value,
         peak_memory_bytes=point.stage.memory.in_use_peak_bytes,

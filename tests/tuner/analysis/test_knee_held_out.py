@@ -10,6 +10,7 @@ import pytest
 from tests.tuner.analysis.curves import DOUBLING, CurveOf, batch_server, noisy, points
 from tests.tuner.analysis.held_out import FAMILIES, NUM_SEEDS, SHARE_OF_LADDERS, draw, many_servers, share_good
 from tuner.analysis.knee import LadderPoint, find_knee
+from tuner.analysis.slo import highest_inside
 from tuner.answer import LadderVerdict
 
 UNEVEN = (3, 4, 7, 9, 16, 21, 40, 64, 70, 128)
@@ -94,3 +95,42 @@ def test_one_odd_stage_is_named_and_not_followed() -> None:
 
     assert find_knee(ladder).load == 32
     assert find_knee(ladder).dips == (4,)
+
+
+@pytest.mark.parametrize("itl_limit_ms", [30.0, 60.0, 1000.0])
+def test_the_recommended_load_is_measured_inside_and_left_of_the_knee(itl_limit_ms: float) -> None:
+    """A plain bend at 32 recommends less than 32, a load that was tried, with its tail inside the limit."""
+    rates = (100, 198, 390, 760, 1440, 2500, 2600, 2620)
+    tails = (10.0, 10.1, 10.3, 10.5, 11.1, 12.8, 24.6, 48.9)
+    ladder = [
+        LadderPoint(load=float(load), throughput=float(rate), itl_p95_ms=tail)
+        for load, rate, tail in zip(DOUBLING, rates, tails, strict=True)
+    ]
+    point = highest_inside(ladder, find_knee(ladder), itl_p95_ms=itl_limit_ms)
+
+    assert point in ladder
+    assert point is not None
+    assert point.load == 16
+
+
+def test_preempting_stages_are_not_recommended() -> None:
+    """With 40 and 480 preemptions at the fourth and fifth stage, the third or an earlier one is recommended."""
+    counts, rates = (0, 0, 0, 40, 480), (600, 1100, 1500, 1520, 1100)
+    ladder = [
+        LadderPoint(load=float(load), throughput=float(rate), num_preemptions=count)
+        for load, rate, count in zip((16, 32, 64, 128, 256), rates, counts, strict=True)
+    ]
+    finding = find_knee(ladder)
+    point = highest_inside(ladder, finding)
+
+    assert finding.load is not None
+    assert finding.load <= 64
+    assert point is not None
+    assert point.load <= 64
+
+
+def test_the_unit_of_the_load_axis_does_not_move_the_knee() -> None:
+    """Loads counted in hundreds of users give the same stage: what is judged is ratios, as on a log axis."""
+    rates = (100, 198, 390, 760, 1440, 2500, 2600, 2620)
+
+    assert find_knee(points([100 * load for load in DOUBLING], rates)).load == 3200

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import records
-from tuner.analysis.pareto import dominates, pareto_front, smaller_first
+from tuner.analysis.combine import combined
+from tuner.analysis.pareto import dominates, overlap, pareto_front, per_device, smaller_first
 from tuner.records import EngineConfig, EngineFacts, Estimate, Measured, StageRecord, TrialRecord, TrialRole
 
 CONFIG = records.CHOSEN
@@ -110,3 +111,24 @@ def test_a_point_carries_what_it_needs_beside_what_it_reserves() -> None:
     assert needs == sorted(needs)
     assert needs[0] < needs[-1]
     assert len({point.reserved_memory_bytes for point in points}) == 1
+
+
+def test_throughput_is_counted_by_the_device() -> None:
+    """100 tok/s on 8 devices are 12.5 a device, and do not beat 20 tok/s of one that is as quick to answer."""
+    eight = CONFIG.model_copy(update={"tensor_parallel_size": 8})
+    front = pareto_front([_trial(_stage(100, 50, 5), config=eight), _trial(_stage(20, 50, 5), number=1)])
+    quicker = pareto_front([_trial(_stage(100, 20, 2), config=eight), _trial(_stage(20, 50, 5), number=1)])
+
+    assert per_device(records.estimate(100), eight).value == 12.5
+    assert [(point.trial, point.output_throughput_per_device) for point in front] == [(1, 20)]
+    assert [(point.trial, point.output_throughput_per_device) for point in quicker] == [(0, 12.5), (1, 20)]
+
+
+def test_repeats_that_overlap_are_a_tie() -> None:
+    """Three runs of 340, 197 and 250 are no better and no worse than three of 262, 263 and 261."""
+
+    def of(*runs: int) -> Estimate:
+        return combined([records.estimate(value, spread=0.01) for value in runs])
+
+    assert overlap(of(340, 197, 250), of(262, 263, 261))
+    assert not overlap(of(262, 263, 261), of(300, 305, 310))
