@@ -27,16 +27,21 @@ def why(recommendation: Recommendation) -> tuple[str, ...]:
     finding = recommendation.knee
     if finding is None:
         return ()
+    found = f"Knee at {knee_words(recommendation)}, on the ladder of trial {recommendation.knee_trial}."
+    because = () if recommendation.diagnosis is None else recommendation.diagnosis.evidence
+    return (*([found] if finding.load is not None else []), *finding_lines(finding, because))
+
+
+def finding_lines(finding: KneeFinding, because: Sequence[str]) -> tuple[str, ...]:
+    """What bends a ladder's curve, why that is known, and what was seen on it."""
     lines = []
     if finding.load is not None:
-        lines.append(f"Knee at {knee_words(recommendation)}, on the ladder of trial {recommendation.knee_trial}.")
         binding = finding.binding or "unknown"
         lines.append(_BINDING.get(binding, f"What saturates there: {binding}."))
     if finding.cautious_load is not None:
         cautious = wording.number(finding.cautious_load)
         lines.append(f"The cautious knee (most throughput per latency, r = 1) is at {cautious}.")
-    if recommendation.diagnosis is not None:
-        lines += [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in recommendation.diagnosis.evidence]
+    lines += [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in because]
     lines += [f"{signal[:1].upper()}{signal[1:]}" for signal in finding.signals]
     if finding.dips:
         lines.append(f"Local dips, not taken for the knee, at {', '.join(map(wording.number, finding.dips))}.")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 import plotly.graph_objects as go
 import plotly.offline
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from reports.figures.burst import burst_figure, burst_info
@@ -45,18 +44,22 @@ def render(
     title: str,
 ) -> str:
     """The report's HTML; see `write_report`."""
-    source = (files("reports") / "report.html.j2").read_text(encoding="utf-8")
-    template = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(source)
-    charts = {name: _embedded(chart, name) for name, chart in charts_of(recommendation, trials).items()}
-    return template.render(
-        title=title,
-        page=page(recommendation, trials),
-        charts=charts,
-        # Plotly's own source: a closing script tag in it would already break every page that inlines it.
-        plotly_js=Markup(plotly.offline.get_plotlyjs()),  # noqa: S704
+    said = page(recommendation, trials)
+    charts = {name: embedded(chart, name) for name, chart in charts_of(recommendation, trials).items()}
+    return rendered("report.html.j2", title=title, headline=said.headline, page=said, charts=charts)
+
+
+def rendered(template: str, **said: object) -> str:
+    """A page by one of the templates beside this file, with everything it needs inside."""
+    environment = Environment(
+        loader=PackageLoader("reports", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    # Plotly's own source: a closing script tag in it would already break every page that inlines it.
+    return environment.get_template(template).render(plotly_js=Markup(plotly.offline.get_plotlyjs()), **said)  # noqa: S704
 
 
 class Chart(NamedTuple):
@@ -89,7 +92,8 @@ def charts_of(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> 
     return found
 
 
-def _embedded(chart: Chart, name: str) -> EmbeddedChart:
+def embedded(chart: Chart, name: str) -> EmbeddedChart:
+    """The chart as a part of a page that brings plotly itself."""
     untitled = chart.figure.update_layout(title=None, margin_t=30)
     html = untitled.to_html(
         full_html=False,

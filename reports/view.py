@@ -80,7 +80,7 @@ def page(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> Page:
         reason=recommendation.reason,
         simulated=recommendation.provenance.simulated,
         advice=_ADVICE.get(recommendation.verdict, ""),
-        slo=_slo(recommendation.slo),
+        slo=slo_words(recommendation.slo),
         gain=_gain(recommendation),
         settings=_settings(recommendation),
         evidence=recommendation.production.evidence if recommendation.production else (),
@@ -156,7 +156,8 @@ def _headline(recommendation: Recommendation) -> str:
             return "No production config: no setting could be measured"
 
 
-def _slo(slo: Slo | None) -> str:
+def slo_words(slo: Slo | None) -> str:
+    """The limits, and where they come from."""
     if slo is None:
         return "No SLO: none was given, and there was no unloaded engine to derive one from."
     source = "derived from the unloaded engine, none was given" if slo.derived else "as given"

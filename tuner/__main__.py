@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.commands import clean, doctor, export, knee, plan, report, show, tune
+from tuner.commands import bench, clean, doctor, export, knee, plan, report, show, tune
 from tuner.inputs import InputError
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ def options(
 
 app.command()(tune.tune)
 app.command()(plan.plan)
+app.command()(bench.bench)
 app.command()(knee.knee)
 app.command()(show.show)
 app.command()(report.report)

@@ -47,6 +47,9 @@ class Climb:
     fence: int | None
     """Most requests that run at once; None: not known, and no stage is taken to be past it."""
 
+    rate_rps: float = math.inf
+    """Requests per second to reckon with until a stage has shown some; inf where nothing is known."""
+
 
 def climb(
     task: Climb,
@@ -85,7 +88,7 @@ def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
     measure, index = task.measure, len(stages)
     workload = task.burst if step.kind is StageKind.BURST else task.workload
     longer = workload.mean_request_tokens / task.workload.mean_request_tokens
-    rate_rps = _request_rate_rps(task.plan, stages)
+    rate_rps = _request_rate_rps(task, stages)
     turn_s = min(longer * step.load / rate_rps, MAX_TURN_S)
     min_requests = measure.min_requests
     if step.kind is StageKind.LADDER:
@@ -107,9 +110,8 @@ def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
     )
 
 
-def _request_rate_rps(plan: Plan, stages: Sequence[StageRecord]) -> float:
-    """The best request rate seen on this engine so far, or before it; without bound where none was seen."""
+def _request_rate_rps(task: Climb, stages: Sequence[StageRecord]) -> float:
+    """The best request rate seen on this engine so far, or what was known before."""
     seen = [stage.request_throughput_rps for stage in stages if stage.valid and stage.request_throughput_rps > 0]
-    if not seen and isinstance(plan, FixedSteps):
-        return plan.request_rate_rps
-    return max(seen, default=math.inf)
+    before = task.plan.request_rate_rps if isinstance(task.plan, FixedSteps) else None
+    return max(seen, default=task.rate_rps if before is None else before)

@@ -50,7 +50,7 @@ class FixedSteps(Record):
     """Measure just these: what a confirmation does."""
 
     steps: tuple[LadderStep, ...]
-    request_rate_rps: float
+    request_rate_rps: float | None = None
     """What the first step's load was seen to bring before: how long enough requests take is reckoned from it."""
 
 

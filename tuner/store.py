@@ -53,7 +53,7 @@ class RunStore:
             InputError: if the directory cannot be made.
         """
         try:
-            path = _claim(root, job.name)
+            path = claim(root, job.name)
             _write_job(path, job, provenance)
             (path / "trials").mkdir()
         except OSError as error:
@@ -127,7 +127,7 @@ class RunStore:
     def begin_trial(self, asked: AskedTrial) -> Path:
         """Say what a trial is about before it is launched; returns its directory."""
         directory = self.trial_directory(asked.number)
-        _write_whole(directory / "asked.json", asked.model_dump_json(indent=1))
+        write_whole(directory / "asked.json", asked.model_dump_json(indent=1))
         return directory
 
     def unfinished_trials(self) -> list[AskedTrial]:
@@ -137,7 +137,7 @@ class RunStore:
 
     def write_trial(self, trial: TrialRecord) -> None:
         """Keep a finished trial: once `trial.json` is there, whole, the trial counts."""
-        _write_whole(self.trial_directory(trial.number) / "trial.json", trial.model_dump_json(indent=1))
+        write_whole(self.trial_directory(trial.number) / "trial.json", trial.model_dump_json(indent=1))
 
     def trials(self) -> list[TrialRecord]:
         """Every finished trial, by number."""
@@ -146,7 +146,7 @@ class RunStore:
 
     def write_slo(self, slo: Slo) -> None:
         """Keep the limits in force; derived ones are known only after the first trial."""
-        _write_whole(self.path / "slo.json", slo.model_dump_json(indent=1))
+        write_whole(self.path / "slo.json", slo.model_dump_json(indent=1))
 
     def write_tables(self, trials: Sequence[TrialRecord]) -> None:
         """Write `trials.parquet` (a row a launch) and `stages.parquet` (a row a stage)."""
@@ -155,7 +155,7 @@ class RunStore:
 
     def write_recommendation(self, recommendation: Recommendation) -> None:
         """Write the answer, and the schema it follows."""
-        _write_whole(self.path / "recommendation.json", recommendation.model_dump_json(indent=1))
+        write_whole(self.path / "recommendation.json", recommendation.model_dump_json(indent=1))
 
     def slo(self) -> Slo | None:
         """The limits in force: the job's own, or those derived once a first trial was measured."""
@@ -190,7 +190,7 @@ class RunStore:
 
 def _write_job(path: Path, job: TuningJob, provenance: Provenance) -> None:
     document = {"job": job.model_dump(mode="json"), "provenance": provenance.model_dump(mode="json")}
-    _write_whole(path / "job.yaml", yaml.safe_dump(document, sort_keys=False).rstrip("\n"))
+    write_whole(path / "job.yaml", yaml.safe_dump(document, sort_keys=False).rstrip("\n"))
 
 
 def _ended(directory: Path) -> bool:
@@ -234,7 +234,7 @@ def kept_stages(directory: Path) -> list[StageRecord]:
         return []
     whole, _, torn = file.read_text(encoding="utf-8").rpartition("\n")
     if torn:
-        _write_whole(file, whole)
+        write_whole(file, whole)
     return [StageRecord.model_validate_json(line) for line in whole.splitlines()]
 
 
@@ -289,7 +289,13 @@ def stage_table(trials: Sequence[TrialRecord]) -> pd.DataFrame:
     return pd.json_normalize(rows, sep="_")
 
 
-def _claim(root: Path, name: str) -> Path:
+def claim(root: Path, name: str) -> Path:
+    """Make `root/name`, or `root/name-2` and so on where that is taken.
+
+    Raises:
+        InputError: where all are taken.
+        OSError: where a folder cannot be made there.
+    """
     root.mkdir(parents=True, exist_ok=True)
     for number in range(1, 10_000):
         path = root / (name if number == 1 else f"{name}-{number}")
@@ -301,7 +307,7 @@ def _claim(root: Path, name: str) -> Path:
     raise InputError(f"{root}/{name}: ten thousand runs of this name; give the job another")
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file that is either the old one or the whole new one, never half."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text + "\n", encoding="utf-8")

@@ -43,7 +43,9 @@ class KneeInfo(NamedTuple):
     """One ladder with what was found on it. Loads in concurrent requests."""
 
     title: str
-    trial: int
+    trial: int | None
+    """None where the ladder is no trial's."""
+
     points: tuple[CurvePoint, ...]
     """By rising load."""
 
@@ -51,7 +53,7 @@ class KneeInfo(NamedTuple):
     knee_interval: tuple[float, float] | None
     operating_load: int | None
     production_fence: int | None
-    trial_fence: int
+    trial_fence: int | None
     slo_ttft_p95_ms: float | None
     slo_itl_p95_ms: float | None
 
@@ -68,7 +70,7 @@ def knee_info(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> 
     return KneeInfo(
         title=_knee_title(recommendation, trial, stages),
         trial=trial.number,
-        points=tuple(_curve_point(stage) for stage in sorted(stages, key=lambda stage: stage.load)),
+        points=tuple(curve_point(stage) for stage in sorted(stages, key=lambda stage: stage.load)),
         knee=finding.load if finding else None,
         knee_interval=finding.interval if finding else None,
         operating_load=production.operating_point.load if production else None,
@@ -93,13 +95,14 @@ def _shown_trial(
     return None
 
 
-def _curve_point(stage: StageRecord) -> CurvePoint:
+def curve_point(stage: StageRecord) -> CurvePoint:
+    """A stage as a point."""
     return CurvePoint(
         load=stage.users,
         output_throughput=stage.output_throughput,
         ttft_p95_ms=stage.ttft_p95_ms,
         itl_p95_ms=stage.itl_p95_ms,
-        overload=stage.kind is StageKind.OVERLOAD,
+        overload=stage.kind is StageKind.OVERLOAD or (stage.fenced and stage.kind in CLIMB_KINDS),
         valid=stage.valid,
     )
 
@@ -152,8 +155,8 @@ def _draw_ladder(figure: go.Figure, info: KneeInfo, figure_of: Callable[[CurvePo
     invalid = [point for point in info.points if not point.valid]
     line = {"mode": "lines+markers", "line": {"color": BLUE, "width": 2}, "marker": {"size": 7}}
     groups: list[tuple[str, list[CurvePoint], dict[str, Any]]] = [
-        (f"Stages of trial {info.trial}, 95 % interval", climbed, line),
-        ("Overload: twice the fence", overload, {"mode": "markers", "marker": marker("triangle-up-open", INK)}),
+        (f"Stages{_whose(info)}, 95 % interval", climbed, line),
+        ("Overload: past the fence", overload, {"mode": "markers", "marker": marker("triangle-up-open", INK)}),
         ("Invalid stage, not used", invalid, {"mode": "markers", "marker": marker("x", GREY)}),
     ]
     for name, points, style in groups:
@@ -188,6 +191,10 @@ def _draw_ladder(figure: go.Figure, info: KneeInfo, figure_of: Callable[[CurvePo
     )
 
 
+def _whose(info: KneeInfo) -> str:
+    return "" if info.trial is None else f" of trial {info.trial}"
+
+
 def _mark_loads(figure: go.Figure, info: KneeInfo) -> None:
     if info.knee_interval is not None:
         low, high = info.knee_interval
@@ -195,7 +202,7 @@ def _mark_loads(figure: go.Figure, info: KneeInfo) -> None:
     lines: list[tuple[float | None, str, str, str]] = [
         (info.knee, "Knee, with its interval", ORANGE, "solid"),
         (info.production_fence, "Production's fence", GREEN, "dash"),
-        (info.trial_fence, f"Fence of trial {info.trial}", INK, "dashdot"),
+        (info.trial_fence, f"Fence{_whose(info)}", INK, "dashdot"),
     ]
     for load, name, color, dash in lines:
         if load is not None:

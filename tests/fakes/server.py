@@ -77,6 +77,12 @@ class StubEngine:
     tokens_per_step: int | None = None
     """What its metrics say a step holds; None: nothing."""
 
+    pages: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Status and body of what is asked for by other paths, and of `/metrics` in place of its own; others are 404."""
+
+    authorizations: set[str] = field(default_factory=set)
+    """Every `Authorization` it was sent, an empty one where there was none."""
+
     num_scrapes: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
@@ -96,9 +102,14 @@ class StubEngine:
         self._tasks.add(task)
         try:
             while (request := await _read_request(reader)) is not None:
-                path, body = request
-                if path == "/metrics":
+                path, authorization, body = request
+                self.authorizations.add(authorization)
+                if path in self.pages:
+                    writer.write(_plain(*self.pages[path], "text/plain"))
+                elif path == "/metrics":
                     writer.write(_plain(200, self._metrics_page(), "text/plain"))
+                elif not path.endswith("/completions"):
+                    writer.write(_plain(404, "{}", "application/json"))
                 elif not await self._complete(json.loads(body), writer):
                     break
                 await writer.drain()
@@ -299,11 +310,13 @@ def _plain(status: int, text: str, content_type: str, *, retry_after: str | None
     return head.encode() + text.encode()
 
 
-async def _read_request(reader: asyncio.StreamReader) -> tuple[str, bytes] | None:
+async def _read_request(reader: asyncio.StreamReader) -> tuple[str, str, bytes] | None:
+    """Path, `Authorization` and body; None where the client has gone."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
     except asyncio.IncompleteReadError:
         return None
     lengths = [line.split(":")[1] for line in head.splitlines() if line.lower().startswith("content-length")]
     body = await reader.readexactly(int(lengths[0])) if lengths else b""
-    return head.split(" ")[1], body
+    keys = [line.partition(":")[2].strip() for line in head.splitlines() if line.lower().startswith("authorization")]
+    return head.split(" ")[1], keys[0] if keys else "", body

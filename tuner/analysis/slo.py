@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -159,7 +159,18 @@ def keeps_headroom(stage: StageRecord) -> bool:
     return stage.num_preemptions == 0 and usage is not None and usage <= 1 - KV_HEADROOM
 
 
-def operating_point(stages: Sequence[StageRecord], knee: KneeFinding, slo: Slo) -> StageRecord | None:
+def may_keep_headroom(stage: StageRecord) -> bool:
+    """Whether nothing is known against its headroom: for servers that cannot tell, and where that is said."""
+    return not stage.num_preemptions and (stage.kv_cache_usage_peak or 0.0) <= 1 - KV_HEADROOM
+
+
+def operating_point(
+    stages: Sequence[StageRecord],
+    knee: KneeFinding,
+    slo: Slo,
+    *,
+    has_headroom: Callable[[StageRecord], bool] = keeps_headroom,
+) -> StageRecord | None:
     """The stage of highest throughput left of the knee, inside the SLO and with headroom; None where there is none.
 
     Left of a knee means strictly left. A fence is a limit we set, so it is safe to stand at it: without a knee every
@@ -172,7 +183,7 @@ def operating_point(stages: Sequence[StageRecord], knee: KneeFinding, slo: Slo) 
         first = min(stage.load for stage in ladder)
         ladder = [stage for stage in ladder if stage.load == first]
     limit = knee.load if knee.verdict is LadderVerdict.KNEE and knee.load is not None else math.inf
-    fit = [stage for stage in ladder if stage.load < limit and keeps_headroom(stage) and complies(stage, slo)]
+    fit = [stage for stage in ladder if stage.load < limit and has_headroom(stage) and complies(stage, slo)]
     fit = [stage for stage in fit if math.isfinite(stage.output_throughput.value)]
     return max(fit, key=lambda stage: (stage.output_throughput.value, -stage.load), default=None)
 

@@ -11,10 +11,11 @@ import typer
 from tuner.analysis.knee import DEFAULT_R, LadderPoint, find_knee
 from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
 from tuner.analysis.slo import SloBoundary, highest_inside, slo_boundary
-from tuner.answer import CrossChecks, KneeFinding, LadderVerdict
+from tuner.answer import KneeFinding, LadderVerdict
 from tuner.elsewhere.files import ElsewhereLadder, read_ladder
 from tuner.elsewhere.stage import Axis, point_of, reasons_to_leave_out
 from tuner.inputs import InputError, parse_duration_s
+from tuner.ladder_answer import AnswerVerdict, LadderAnswer, knee_figures, verdict_of
 from tuner.records import Record
 from tuner.wording import latency, throughput
 
@@ -25,15 +26,6 @@ _WHAT_NOW = {
     LadderVerdict.ALREADY_SATURATED: "measure lower loads",
     LadderVerdict.TOO_FEW_STAGES: "measure more loads: 1, 2, 4, 8 and so on until throughput stops growing",
 }
-
-
-class KneeFigures(Record):
-    """The knee as a script reads it."""
-
-    load: float
-    interval: tuple[float, float] | None
-    signals: tuple[str, ...]
-    cross_checks: CrossChecks
 
 
 class PointFigures(Record):
@@ -55,12 +47,9 @@ class BoundaryFigures(Record):
     how: str = "interpolated, not measured"
 
 
-class KneeAnswer(Record):
+class KneeAnswer(LadderAnswer):
     """What the command prints with `--json`; the last two only where limits were given."""
 
-    verdict: str
-    knee: KneeFigures | None
-    warnings: tuple[str, ...]
     operating_point: PointFigures | None = None
     slo_boundary: BoundaryFigures | None = None
 
@@ -93,7 +82,7 @@ def knee(
     else:
         for line in _lines(ladder, answer, finding, how):
             typer.echo(line)
-    raise typer.Exit(0 if answer.verdict == "resolved" else 1)
+    raise typer.Exit(0 if answer.verdict is AnswerVerdict.RESOLVED else 1)
 
 
 def _limit_ms(option: str, text: str | None) -> float | None:
@@ -131,30 +120,19 @@ def _answer(
 ) -> KneeAnswer:
     ttft, itl = limits
     point = boundary = None
-    verdict = "resolved" if finding.verdict is LadderVerdict.KNEE else finding.verdict.value
     warnings = [*finding.warnings, *ladder.notes]
     signals = (how, *finding.signals) if ladder.axis is Axis.REQUEST_RATE else finding.signals
     if limits != (None, None):
         point = highest_inside(points, finding, ttft_p95_ms=ttft, itl_p95_ms=itl)
         boundary = slo_boundary(points, ttft_p95_ms=ttft, itl_p95_ms=itl)
-        if point is None and verdict == "resolved":
-            verdict = "slo_infeasible"
-            warnings.insert(
-                0, f"the knee is at {finding.load:g}, but no stage left of it is known to be inside the SLO"
-            )
-    if verdict != "resolved":
+    verdict = verdict_of(finding, is_feasible=point is not None or limits == (None, None))
+    if verdict is AnswerVerdict.SLO_INFEASIBLE:
+        warnings.insert(0, f"the knee is at {finding.load:g}, but no stage left of it is known to be inside the SLO")
+    if verdict is not AnswerVerdict.RESOLVED:
         warnings += signals
-    is_knee = verdict == "resolved" and finding.load is not None
     return KneeAnswer(
         verdict=verdict,
-        knee=KneeFigures(
-            load=finding.load or 0.0,
-            interval=finding.interval,
-            signals=signals,
-            cross_checks=finding.cross_checks,
-        )
-        if is_knee
-        else None,
+        knee=knee_figures(finding, verdict, signals),
         warnings=tuple(warnings),
         operating_point=None if point is None else _figures(point),
         slo_boundary=None if boundary is None else _boundary(boundary),
@@ -178,7 +156,7 @@ def _boundary(boundary: SloBoundary) -> BoundaryFigures:
 def _lines(ladder: ElsewhereLadder, answer: KneeAnswer, finding: KneeFinding, how: str) -> list[str]:
     text = ladder.axis.text
     num_valid = sum(not reasons_to_leave_out(stage) for stage in ladder.stages)
-    lines = [f"{answer.verdict}: {num_valid} of {len(ladder.stages)} stages valid; {how}"]
+    lines = [f"{answer.verdict.value}: {num_valid} of {len(ladder.stages)} stages valid; {how}"]
     if finding.load is not None:
         lines.append(f"knee        {text(finding.load)}")
         if finding.interval is not None:

@@ -41,14 +41,7 @@ class PlainWatcher:
 
     def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:
         """One line: trial, load, throughput, latencies, preemptions."""
-        valid = "" if stage.valid else f"  INVALID: {'; '.join(stage.invalid_reasons)}"
-        head = f"{number:>3} {stage.kind.value:<9} load {stage.load:>4}"
-        self._line(
-            f"  {head}  {estimate_text(stage.output_throughput):>14} tok/s"
-            f"  p95 TTFT {milliseconds_text(stage.ttft_p95_ms):>9}  p95 ITL {milliseconds_text(stage.itl_p95_ms):>9}"
-            f"  preemptions {'?' if stage.num_preemptions is None else stage.num_preemptions}"
-            f"  {clock_text(clock)}{valid}"
-        )
+        self._line(f"  {number:>3} {stage_text(stage, clock)}")
 
     def trial_ended(self, trial: TrialRecord, clock: Clock) -> None:  # noqa: ARG002
         """A failed trial says why; a measured one has said it all in its stages."""
@@ -61,6 +54,17 @@ class PlainWatcher:
 
     def _line(self, text: str) -> None:
         typer.echo(text, err=True)
+
+
+def stage_text(stage: StageRecord, clock: Clock) -> str:
+    """A stage that ended, in one line: load, throughput, latencies, preemptions."""
+    valid = "" if stage.valid else f"  INVALID: {'; '.join(stage.invalid_reasons)}"
+    return (
+        f"{stage.kind.value:<9} load {stage.load:>4}  {estimate_text(stage.output_throughput):>14} tok/s"
+        f"  p95 TTFT {milliseconds_text(stage.ttft_p95_ms):>9}  p95 ITL {milliseconds_text(stage.itl_p95_ms):>9}"
+        f"  preemptions {'?' if stage.num_preemptions is None else stage.num_preemptions}"
+        f"  {clock_text(clock)}{valid}"
+    )
 
 
 def trial_text(trial: TrialRecord) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import cast
 from urllib.parse import urlsplit
@@ -28,6 +28,9 @@ class Endpoint:
     prefix: str = ""
     """Path before `/v1`; empty or starting with a slash."""
 
+    api_key: str | None = field(default=None, repr=False)
+    """Sent with every request as a bearer token; shown nowhere."""
+
     @classmethod
     def from_url(cls, url: str) -> Endpoint:
         """Read `http://host:port` with an optional path.
@@ -36,21 +39,44 @@ class Endpoint:
             ValueError: for anything but plain http; put a tunnel in front of a server that only speaks https.
         """
         parts = urlsplit(url)
+        if parts.scheme == "https":
+            raise ValueError(
+                f"{url!r}: https is not spoken here: name the server's own http:// address, or forward a port to it "
+                "with ssh -L 8000:127.0.0.1:8000 HOST"
+            )
         if parts.scheme != "http" or parts.hostname is None:
             raise ValueError(f"{url!r} is not an http:// address with a host: write http://127.0.0.1:8000")
         return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/").removesuffix("/v1"))
 
+    def with_key(self, api_key: str) -> Endpoint:
+        """The same server, with a key to it."""
+        return replace(self, api_key=api_key)
+
+    @property
+    def url(self) -> str:
+        """The address without `/v1`, without anything secret."""
+        return f"http://{self.netloc}{self.prefix}"
+
+    @property
+    def netloc(self) -> str:
+        """Host and port as they stand in an address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def get(self, path: str) -> bytes:
         """The bytes of a GET request."""
-        return f"GET {self.prefix}{path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n\r\n".encode()
+        return f"GET {self.prefix}{path} HTTP/1.1\r\nHost: {self.netloc}\r\n{self._key_line}\r\n".encode()
 
     def post_json(self, path: str, body: bytes) -> bytes:
         """The bytes of a POST request with a JSON body."""
         head = (
-            f"POST {self.prefix}{path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"POST {self.prefix}{path} HTTP/1.1\r\nHost: {self.netloc}\r\n{self._key_line}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
+
+    @property
+    def _key_line(self) -> str:
+        return "" if self.api_key is None else f"Authorization: Bearer {self.api_key}\r\n"
 
 
 @dataclass(slots=True)

@@ -1,0 +1,121 @@
+"""The report of a bench: one HTML file for the ladder of a running server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reports import evidence
+from reports.figures.knee import KneeInfo, curve_point, knee_figure
+from reports.report import Chart, embedded, rendered
+from reports.tables import Cell, Table, cell
+from reports.view import slo_words
+from tuner import wording
+from tuner.bench_answer import BenchAnswer, headline, next_move
+from tuner.ladder_answer import AnswerVerdict
+
+
+def write_bench_report(path: Path, answer: BenchAnswer) -> None:
+    """Write the report of a bench, whatever its verdict, to `path`."""
+    path.write_text(render_bench(answer), encoding="utf-8")
+
+
+def render_bench(answer: BenchAnswer) -> str:
+    """The report's HTML."""
+    info = bench_info(answer)
+    return rendered(
+        "bench.html.j2",
+        title=f"{answer.server.model} at {answer.server.url}",
+        headline=headline(answer),
+        answer=answer,
+        resolved=answer.verdict is AnswerVerdict.RESOLVED,
+        next_move=next_move(answer),
+        operating=_operating(answer),
+        slo=slo_words(answer.slo),
+        why=evidence.finding_lines(answer.finding, answer.because),
+        cross_checks=evidence.cross_checks(answer.finding),
+        stages=_stages(answer),
+        provenance=_provenance(answer),
+        charts={} if info is None else {"knee": embedded(Chart(info.title, knee_figure(info)), "knee")},
+    )
+
+
+def bench_info(answer: BenchAnswer) -> KneeInfo | None:
+    """The ladder as the knee's chart draws it; None where no stage was measured."""
+    if not answer.stages:
+        return None
+    point, slo, finding = answer.operating_point, answer.slo, answer.finding
+    return KneeInfo(
+        title=headline(answer)[:1].upper() + headline(answer)[1:],
+        trial=None,
+        points=tuple(curve_point(stage) for stage in sorted(answer.stages, key=lambda stage: stage.load)),
+        knee=finding.load,
+        knee_interval=finding.interval,
+        operating_load=point.load if point else None,
+        production_fence=None,
+        trial_fence=answer.fence,
+        slo_ttft_p95_ms=slo.ttft_p95_ms if slo else None,
+        slo_itl_p95_ms=slo.itl_p95_ms if slo else None,
+    )
+
+
+def _operating(answer: BenchAnswer) -> Table | None:
+    point = answer.operating_point
+    if point is None:
+        return None
+    rows = (
+        (Cell("Load"), Cell(f"{point.load} concurrent")),
+        (Cell("Output throughput"), cell(point.output_throughput, "tok/s")),
+        (Cell("p95 TTFT"), cell(point.ttft_p95_ms, "ms")),
+        (Cell("p95 ITL"), cell(point.itl_p95_ms, "ms")),
+        (Cell("Preemptions"), Cell(wording.count(point.num_preemptions))),
+        (Cell("KV cache in use at the peak"), Cell(wording.share(point.kv_cache_usage_peak))),
+    )
+    return Table(("Operating point", ""), rows)
+
+
+def _stages(answer: BenchAnswer) -> Table:
+    head = ("Load", "Output throughput", "p95 TTFT", "p95 ITL", "Running, waiting", "Preemptions", "KV use", "Stage")
+    return Table(
+        head,
+        tuple(
+            (
+                Cell(str(stage.load)),
+                cell(stage.output_throughput, "tok/s"),
+                cell(stage.ttft_p95_ms, "ms"),
+                cell(stage.itl_p95_ms, "ms"),
+                Cell(f"{_mean(stage.mean_running)}, {_mean(stage.mean_waiting)}"),
+                Cell(wording.count(stage.num_preemptions)),
+                Cell(wording.share(stage.kv_cache_usage_peak)),
+                Cell(
+                    "past the fence" if stage.fenced else "valid" if stage.valid else "left out",
+                    "; ".join(stage.invalid_reasons),
+                ),
+            )
+            for stage in answer.stages
+        ),
+    )
+
+
+def _mean(value: float | None) -> str:
+    return wording.UNKNOWN if value is None else wording.number(value)
+
+
+def _provenance(answer: BenchAnswer) -> Table:
+    server = answer.server
+    fence = wording.UNKNOWN if answer.fence is None else f"{answer.fence}, {answer.fence_source}"
+    rows = (
+        ("Server", server.url),
+        ("Engine", f"{server.engine} {server.version or 'of unknown version'}"),
+        ("Model", server.model),
+        ("Device", server.device or wording.UNKNOWN),
+        ("Context length", wording.count(server.max_model_len)),
+        ("Fence (max_num_seqs)", fence),
+        ("Engine config", "not told" if server.config is None else wording.config_text(server.config)),
+        ("Workload", f"{answer.workload.name} ({answer.workload_hash})"),
+        ("Prefix cache before the first stage", answer.prefix_cache),
+        ("Seed", str(answer.seed)),
+        ("Took", wording.duration(answer.wall_s)),
+        ("kneetune", answer.kneetune_version),
+        ("Created", answer.created),
+    )
+    return Table(("", ""), tuple((Cell(name), Cell(value)) for name, value in rows))

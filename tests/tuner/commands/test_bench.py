@@ -1,0 +1,130 @@
+"""`kneetune bench` as it is typed: what is refused, what is written where, and with which exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.server import Behaviour, StubEngine, running_stub
+from tuner import __main__ as cli
+from tuner.bench_answer import BenchAnswer
+
+KEY = "sk-very-secret"
+
+
+@contextmanager
+def _stub() -> Iterator[StubEngine]:
+    """A stub in a thread of its own, so that the command may run its own loop."""
+    loop, ready, found = asyncio.new_event_loop(), threading.Event(), list[StubEngine]()
+    over = asyncio.Event()
+
+    async def serve() -> None:
+        async with running_stub(Behaviour(ttft_s=0.01, itl_s=0.001)) as stub:
+            stub.pages = {"/v1/models": (200, json.dumps({"data": [{"id": "m", "max_model_len": 512}]}))}
+            found.append(stub)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(10)
+        loop.close()
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["kneetune", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    code = ended.value.code
+    return code if isinstance(code, int) else 0 if code is None else 1
+
+
+def test_two_runs_send_no_prompt_twice_and_keep_the_key_to_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A live server's prefix cache must not serve the second run, and a key must not end up in a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BENCH_KEY", KEY)
+    quick = ("--workload", "chat-short", "--loads", "1,2", "--time", "1s", "--api-key-env", "BENCH_KEY", "--json")
+    seeds = []
+    with _stub() as stub:
+        for _ in range(2):
+            assert _run(monkeypatch, stub.endpoint.url, *quick) == 1  # two stages are too few for a knee
+            printed = capsys.readouterr()
+            answer = BenchAnswer.model_validate_json(printed.out)
+            assert KEY not in printed.out + printed.err
+            assert answer.prefix_cache == "not reset: HTTP 404"
+            assert {stage.load for stage in answer.stages} == {1, 2}
+            seeds.append(answer.seed)
+    assert len(set(seeds)) == 2
+    first_blocks = [tuple(body["prompt"][:16]) for body in stub.bodies]
+    assert len(set(first_blocks)) == len(first_blocks)
+    assert stub.authorizations == {f"Bearer {KEY}"}
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert [folder.name for folder in folders] == [f"bench-127.0.0.1-{stub.endpoint.port}{end}" for end in ("", "-2")]
+    for file in (tmp_path / "runs").rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("https://127.0.0.1:1",), "https is not spoken"),
+        (("http://user:secret@127.0.0.1:1",), "--api-key-env"),
+        (("http://127.0.0.1:1", "--api-key-env", "NOT_SET"), "NOT_SET"),
+        (("http://127.0.0.1:1", "--time", "5"), "not a duration"),
+        (("http://127.0.0.1:1", "--loads", "1,x"), "loads"),
+        (("http://127.0.0.1:1", "--loads", "0"), "loads"),
+        (("http://127.0.0.1:1", "--workload", "chatt"), "did you mean 'chat'"),
+        (("http://127.0.0.1:1", "--workload", "no.yaml"), "no.yaml"),
+        (("http://127.0.0.1:1", "--slo-itl-p95", "0ms"), "above zero"),
+        (("http://127.0.0.1:1",), "no answer"),
+    ],
+)
+def test_bad_input_is_exit_2_with_the_way_out(
+    arguments: tuple[str, ...],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A typing error costs a second, not a ladder, and never shows a password."""
+    monkeypatch.chdir(tmp_path)
+    assert _run(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr().err
+    assert told in printed
+    assert "secret" not in printed
+
+
+def test_a_directory_in_use_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two benches never mix their stages in one folder."""
+    (tmp_path / "stages.jsonl").write_text("{}\n")
+    assert _run(monkeypatch, "http://127.0.0.1:1", "--out", str(tmp_path)) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_workload_longer_than_the_context_is_refused_with_both_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is sent that the server could only refuse."""
+    monkeypatch.chdir(tmp_path)
+    with _stub() as stub:
+        assert _run(monkeypatch, stub.endpoint.url, "--workload", "chat") == 2
+    printed = capsys.readouterr().err
+    assert "1280" in printed
+    assert "512" in printed
+    assert not stub.bodies

@@ -1,0 +1,122 @@
+"""What the stages of a running server answer: fence, knee, operating point, and what could not be known. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tuner.analysis.combine import operating_point_of
+from tuner.analysis.diagnosis import diagnose
+from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
+from tuner.analysis.knee import find_knee, points_of
+from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
+from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, Slo
+from tuner.records import EngineConfig, StageRecord
+
+FenceSource = Literal["told", "given", "recognised"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is known beside the stages. None: not given, not told."""
+
+    slo_ttft_p95_ms: float | None = None
+    slo_itl_p95_ms: float | None = None
+    fence: int | None = None
+    fence_source: FenceSource | None = None
+    config: EngineConfig | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benched:
+    """What was found."""
+
+    stages: tuple[StageRecord, ...]
+    finding: KneeFinding
+    because: tuple[str, ...]
+    """Why what binds at the knee is known, or is not; empty where the engine config was not told."""
+
+    slo: Slo | None
+    operating_point: OperatingPoint | None
+    fence: int | None
+    fence_source: FenceSource | None
+    warnings: tuple[str, ...]
+
+
+def conclude(stages: Sequence[StageRecord], asked: Asked) -> Benched:
+    """Find the fence, the knee and the operating point, and say what was not known."""
+    fence, source = asked.fence, asked.fence_source
+    if fence is None:
+        fence = recognised_fence(stages)
+        source = None if fence is None else "recognised"
+        stages = fenced_beyond(stages, fence)
+    finding = find_knee(points_of(stages), fence=fence, seed=asked.seed)
+    because: tuple[str, ...] = ()
+    if asked.config is not None:
+        diagnosed = diagnose(stages, finding, asked.config)
+        finding, because = finding.model_copy(update={"binding": diagnosed.binding}), diagnosed.evidence
+    slo = _slo(stages, asked)
+    point = None if slo is None else operating_point(stages, finding, slo, has_headroom=may_keep_headroom)
+    warnings = (*_fence_warnings(stages, fence, source), *_slo_warnings(slo, point), *_unknown(stages))
+    return Benched(
+        stages=tuple(stages),
+        finding=finding,
+        because=because,
+        slo=slo,
+        operating_point=None if point is None else operating_point_of([point]),
+        fence=fence,
+        fence_source=source,
+        warnings=(*finding.warnings, *warnings),
+    )
+
+
+def _slo(stages: Sequence[StageRecord], asked: Asked) -> Slo | None:
+    """The limits as given; one that was not given is derived from the unloaded server."""
+    derived = derive_slo(stages)
+    ttft_ms = asked.slo_ttft_p95_ms or (None if derived is None else derived.ttft_p95_ms)
+    itl_ms = asked.slo_itl_p95_ms or (None if derived is None else derived.itl_p95_ms)
+    if ttft_ms is None or itl_ms is None:
+        return None
+    is_derived = asked.slo_ttft_p95_ms is None or asked.slo_itl_p95_ms is None
+    return Slo(ttft_p95_ms=ttft_ms, itl_p95_ms=itl_ms, derived=is_derived)
+
+
+def _fence_warnings(stages: Sequence[StageRecord], fence: int | None, source: FenceSource | None) -> Iterator[str]:
+    if source == "recognised":
+        yield (
+            f"the server does not tell max_num_seqs; {fence} ran at once and the rest waited, at more than one load: "
+            "that is taken for its fence"
+        )
+    held = [stage for stage in stages if is_held_back(stage)]
+    if fence is None and held:
+        yield (
+            f"at load {held[0].load} never more than {held[0].peak_running} requests ran while others waited: if that "
+            "is the server's max_num_seqs, give it with --fence, for the bend there is then no knee"
+        )
+
+
+def _slo_warnings(slo: Slo | None, point: StageRecord | None) -> Iterator[str]:
+    if slo is None:
+        yield "no SLO: none was given, and there is no valid stage at load 1 to derive one from"
+    elif point is None:
+        yield "no stage left of the knee is inside the SLO with samples enough to prove it"
+    elif point.num_preemptions is None or point.kv_cache_usage_peak is None:
+        yield f"the headroom of load {point.load} is not proven: preemptions or KV use are not known"
+
+
+def _unknown(stages: Sequence[StageRecord]) -> Iterator[str]:
+    """What a tuning job would not accept to be without."""
+    if stages and all(stage.mean_running is None for stage in stages):
+        yield (
+            "running and waiting requests are not known, so a fence cannot be told from saturation: the bend may be "
+            "a limit of the server's (max_num_seqs); give it with --fence"
+        )
+    if stages and all(stage.num_preemptions is None for stage in stages):
+        yield "preemptions are not known: the knee may lie beyond loads that preempt"
+
+
+def has_answer(finding: KneeFinding) -> bool:
+    """Whether more stages would not be needed to say it: what an interrupted ladder may still answer."""
+    return finding.verdict not in (LadderVerdict.TOO_FEW_STAGES, LadderVerdict.NOT_REACHED)

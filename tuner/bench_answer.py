@@ -1,0 +1,113 @@
+"""What the ladder of a running server answers, as `bench.json` holds it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, Slo
+from tuner.ladder_answer import AnswerVerdict, LadderAnswer
+from tuner.load.workload import Workload
+from tuner.records import EngineConfig, Record, StageRecord
+
+UNKNOWN_ENGINE = "unknown"
+
+
+class ServerFacts(Record):
+    """What a running server told; None: it did not."""
+
+    url: str
+    model: str
+    engine: str
+    """`builtin`, `vllm`, or whatever the server says owns the model; `unknown` where it says nothing."""
+
+    version: str | None = None
+    device: str | None = None
+    simulated: bool = False
+    max_model_len: int | None = None
+    config: EngineConfig | None = None
+    """Of one core, where the whole of it is told."""
+
+    fence: int | None = None
+    """Most requests that run at once, all cores together."""
+
+    has_metrics: bool
+    """Whether it has a page that says what runs, what waits, how full the KV cache is and how often it preempted."""
+
+    num_in_flight: int | None = None
+    """Requests it had before any of ours."""
+
+
+class BenchAnswer(LadderAnswer):
+    """The answer to the ladder of a running server, with all it rests on."""
+
+    schema_version: int = SCHEMA_VERSION
+    finding: KneeFinding
+    """What the ladder says, also where that is no knee."""
+
+    because: tuple[str, ...] = ()
+    """Why what binds there is known, or is not: a sentence each."""
+
+    slo: Slo | None
+    """As given, or derived; None: neither given nor a valid stage at load 1 to derive it from."""
+
+    operating_point: OperatingPoint | None
+    """The stage of most throughput left of the knee and inside the SLO."""
+
+    fence: int | None
+    fence_source: Literal["told", "given", "recognised"] | None
+    """Whether the server told its fence, the user gave it, or running and waiting requests showed it."""
+
+    server: ServerFacts
+    workload: Workload
+    workload_hash: str
+    seed: int
+    prefix_cache: str
+    """`reset`, or `not reset:` and why."""
+
+    interrupted: bool = False
+    """Whether it was stopped before the ladder was climbed."""
+
+    stages: tuple[StageRecord, ...]
+    """Those past a recognised fence are marked."""
+
+    wall_s: float
+    created: str
+    kneetune_version: str
+
+
+def headline(answer: BenchAnswer) -> str:
+    """The verdict in one sentence."""
+    finding = answer.finding
+    climbed = [stage.load for stage in answer.stages if not stage.fenced]
+    match answer.verdict:
+        case AnswerVerdict.RESOLVED:
+            between = "" if finding.interval is None else f" ({finding.interval[0]:g} to {finding.interval[1]:g})"
+            return f"the knee is at {finding.load:g} concurrent requests{between}"
+        case AnswerVerdict.FENCED:
+            return f"throughput still rises at the fence of {answer.fence}: a limit of the server, not its knee"
+        case AnswerVerdict.NOT_REACHED:
+            return f"no knee up to {max(climbed, default=0):g} concurrent requests"
+        case AnswerVerdict.ALREADY_SATURATED:
+            return f"saturated from {min(climbed, default=0):g} concurrent requests on"
+        case AnswerVerdict.TOO_FEW_STAGES:
+            return f"too few valid stages to look for a knee: {sum(stage.valid for stage in answer.stages)}"
+        case AnswerVerdict.SLO_INFEASIBLE:
+            return f"the knee is at {finding.load:g}, and no stage left of it is known to be inside the SLO"
+
+
+def next_move(answer: BenchAnswer) -> str:
+    """What to do with the answer."""
+    point = answer.operating_point
+    match answer.verdict:
+        case AnswerVerdict.RESOLVED if point is not None:
+            return f"keep it at {point.load} concurrent requests: by max_num_seqs={point.load}, or at the gateway"
+        case AnswerVerdict.RESOLVED | AnswerVerdict.SLO_INFEASIBLE:
+            return "loosen the SLO, or measure loads below the knee for longer: --loads, --time"
+        case AnswerVerdict.FENCED:
+            return "start the server with a higher max_num_seqs and measure again, or stay at its fence: it is safe"
+        case AnswerVerdict.NOT_REACHED:
+            return "raise --max-load"
+        case AnswerVerdict.ALREADY_SATURATED:
+            return "send shorter requests (--workload), or give the server more hardware"
+        case AnswerVerdict.TOO_FEW_STAGES:
+            return "see above why stages were left out, and give them more time: --time"
