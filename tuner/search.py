@@ -193,15 +193,24 @@ class _Search:
             self._cut_off(f": {FAILED_ALIKE} different settings failed alike and none worked: {alike}")
 
     def _warn_of_preemptions(self, trial: TrialRecord) -> None:
-        memory, config, tokens = self._findings.memory, trial.config, self._job.workload.mean_request_tokens
-        if trial.outcome.outcome != "measured" or memory is None or not memory.covers(config):
-            return
-        fit = memory.requests_that_fit(config, tokens)
-        if fit < config.fence:
-            self._launches.note(
-                f"preemption-prone: {config.fence} requests may run at once, but the KV cache holds about {fit} "
-                f"requests of {tokens:g} tokens"
-            )
+        if trial.outcome.outcome == "measured" and self._findings.memory is not None:
+            tokens = self._job.workload.mean_request_tokens
+            warning = preemption_warning(trial.config, self._findings.memory, tokens_per_request=tokens)
+            if warning is not None:
+                self._launches.note(warning)
+
+
+def preemption_warning(config: EngineConfig, memory: MemoryModel, *, tokens_per_request: float) -> str | None:
+    """What to say of a fence above what the KV cache holds; None where it holds them, or nothing is known of it."""
+    if not memory.covers(config):
+        return None
+    fit = memory.requests_that_fit(config, tokens_per_request)
+    if fit >= config.fence:
+        return None
+    return (
+        f"preemption-prone: {config.fence} requests may run at once, but the KV cache holds about {fit} "
+        f"requests of {tokens_per_request:g} tokens"
+    )
 
 
 def _all_failed_alike(trials: Sequence[TrialRecord]) -> str | None:

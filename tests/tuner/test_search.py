@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from tests.fakes.records import facts
-from tuner.job import load_job
-from tuner.launches import Launches
 from tuner.memory_model import MemoryModel
 from tuner.records import EngineConfig
-from tuner.search import _warn_of_preemptions
-
-LONG = {"input_len": {"kind": "fixed", "tokens": 1000}, "output_len": {"kind": "fixed", "tokens": 50}}
+from tuner.search import preemption_warning
 
 
-class Notes:
-    """Takes notes and launches nothing."""
-
-    def __init__(self) -> None:
-        self.taken: list[str] = []
-
-    def note(self, text: str) -> None:
-        """Keep a note."""
-        self.taken.append(text)
-
-
-def _said(fence: int) -> list[str]:
-    """What is noted of a fence over a cache of 77,088 tokens: 4818 blocks of 16."""
+def _said(fence: int) -> str | None:
+    """What is said of a fence over a cache of 77,088 tokens, 4818 blocks of 16, and requests of 1050."""
     config = EngineConfig(max_num_seqs=fence, max_num_batched_tokens=2048, gpu_memory_utilization=0.9)
     known: dict[str, Any] = {"num_gpu_blocks": 4818, "memory_total_bytes": 2**34}
     known["memory_reserved_bytes"] = round(0.9 * 2**34)
     memory = MemoryModel.calibrated(config, facts(config).model_copy(update=known))
-    notes = Notes()
-    _warn_of_preemptions(load_job("embedded", {"workload": LONG}), config, memory, cast("Launches", notes))
-    return notes.taken
+    assert memory is not None
+    return preemption_warning(config, memory, tokens_per_request=1050)
 
 
 def test_a_fence_above_what_the_cache_holds_is_called_preemption_prone() -> None:
     """256 requests admitted where 73 fit: 480 preemptions and a TTFT of a minute, known before the first request."""
-    (said,) = _said(256)
+    said = _said(256)
+
+    assert said is not None
     assert said.startswith("preemption-prone: 256 requests may run at once, but the KV cache holds about 73 ")
-    assert _said(73) == []
+    assert _said(73) is None
