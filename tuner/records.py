@@ -278,6 +278,13 @@ class StageRecord(Record):
     loop_lag_p95_ms: Figure
     """How late the sender's own event loop ran."""
 
+    client_cpu_share: Figure | None = None
+    """Share of one core that the load generator used. It runs in one thread and must be able to take in twice what it
+    measured, so that above a half the stage is invalid. None: unknown."""
+
+    client_events_per_s: float | None = None
+    """Stream events that it took in, of all requests."""
+
     num_preemptions: int | None
     """Difference of the engine's counter over the measured window."""
 

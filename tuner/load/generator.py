@@ -132,7 +132,7 @@ class ClosedLoop:
             if len(self._drafts) < self._load:
                 self._drafts.append(self._new_draft())
                 await asyncio.sleep(0)
-            if self._sender.read_one():
+            if self._sender.read_some():
                 await asyncio.sleep(0)
             elif len(self._drafts) >= self._load:
                 self._has_paperwork.clear()

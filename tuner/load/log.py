@@ -51,6 +51,9 @@ class LoadLog:
     loop_lags: list[tuple[float, float]] = field(default_factory=list)
     """(time, how late the event loop woke a sleeper)."""
 
+    cpu_times_s: list[tuple[float, float]] = field(default_factory=list)
+    """(time, CPU time that the event loop's thread has used so far)."""
+
     num_in_flight: int = 0
 
     def now_s(self) -> float:
@@ -72,6 +75,19 @@ class LoadLog:
         """A request took off (+1) or ended (-1)."""
         self.num_in_flight += change
         self.in_flight_steps.append((self.now_s(), self.num_in_flight))
+
+    def cpu_share(self, start_s: float, end_s: float) -> float | None:
+        """Share of one core that the generator used over a window; None where it was not looked at twice in it."""
+        inside = [look for look in self.cpu_times_s if start_s <= look[0] < end_s]
+        if len(inside) < 2:
+            return None
+        (from_s, used_before_s), (to_s, used_after_s) = inside[0], inside[-1]
+        return (used_after_s - used_before_s) / (to_s - from_s)
+
+    def event_rate(self, start_s: float, end_s: float) -> float:
+        """Stream events a second over a window."""
+        count = bisect_left(self.event_times_s, end_s) - bisect_left(self.event_times_s, start_s)
+        return count / (end_s - start_s)
 
     def mean_in_flight(self, start_s: float, end_s: float) -> float:
         """Time average of requests in flight over a window, by integration."""

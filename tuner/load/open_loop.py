@@ -7,6 +7,7 @@ reads what has ended, a little at a time. Latencies count from the intended time
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -30,8 +31,12 @@ _CONNECT_AHEAD_S = 1.0
 _CHORE_S = 0.002
 """No chore is begun closer than this to the next send: writing a long prompt or reading a long answer takes as long."""
 
-_TIMER_S = 0.001
-"""Timers of the event loop are whole milliseconds; the rest is waited out in turns of the loop."""
+_TIMER_S = 0.002
+"""Timers of the event loop are whole milliseconds: they wake it this much before the send."""
+
+_THREAD_S = 0.0002
+"""A thread sleeps on until so shortly before it, the rest is waited out in turns of the loop: turning for milliseconds
+would take a core, which an engine on the same machine may need."""
 
 
 class OpenLoop:
@@ -103,15 +108,17 @@ class OpenLoop:
         self._is_sent = True
         while True:
             await asyncio.sleep(_CHORE_S)
-            self._sender.read_one()
+            self._sender.read_some()
 
     async def _wait_until(self, due_s: float) -> None:
         """Do chores until the time is near, then wait for it."""
         while (left_s := due_s - perf_counter()) > 0:
-            if left_s > _CHORE_S and (self._sender.read_one() or (self._can_prepare() and self._prepare())):
+            if left_s > _CHORE_S and (self._sender.read_some() or (self._can_prepare() and self._prepare())):
                 await asyncio.sleep(0)
             elif left_s > 2 * _TIMER_S:
                 await asyncio.sleep(left_s - _TIMER_S)
+            elif left_s > _THREAD_S:
+                await asyncio.to_thread(time.sleep, left_s - _THREAD_S)
             else:
                 await asyncio.sleep(0)
 

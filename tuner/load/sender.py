@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
-from tuner.load.client import read_answer, read_completion, request_bytes
+from tuner.load.client import read_answer, read_completion, reading_completion, request_bytes
 from tuner.load.connection import Connection, Endpoint, Exchange, connect
 from tuner.load.log import LoadLog, SentPrompt
 from tuner.load.prompts import Conversation, PromptRequest
+from tuner.records import RequestRecord
 
 _LAG_PROBE_S = 0.05
 
@@ -46,6 +47,9 @@ class Sender:
     """By request index."""
 
     _unread: deque[tuple[PromptRequest, Exchange]] = field(default_factory=deque)
+    _reading: Iterator[RequestRecord | None] | None = None
+    """The answer that is being read."""
+
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _fault: BaseException | None = None
 
@@ -152,17 +156,22 @@ class Sender:
             self._idle.append((perf_counter(), connection))
         on_end(draft, exchange)
 
-    def read_one(self) -> bool:
-        """Turn the oldest ended exchange into a record, if there is one. One at a time: reading takes time."""
-        if not self._unread:
-            return False
-        request, exchange = self._unread.popleft()
-        self._read(request, exchange, perf_counter())
+    def read_some(self) -> bool:
+        """Read a slice of the oldest ended exchange, if there is one; after the last slice it is a record."""
+        if self._reading is None:
+            if not self._unread:
+                return False
+            request, exchange = self._unread.popleft()
+            self._note_sent(request)
+            self._reading = reading_completion(exchange, request, origin_s=self.log.origin_s, now_s=perf_counter())
+        record = next(self._reading)
+        if record is not None:
+            self.log.records.append(record)
+            self._reading = None
         return True
 
-    def _read(self, request: PromptRequest, exchange: Exchange, now_s: float) -> None:
+    def _note_sent(self, request: PromptRequest) -> None:
         self.log.sent[request.index] = SentPrompt(request.num_prompt_tokens, request.num_shared_tokens)
-        self.log.records.append(read_completion(exchange, request, origin_s=self.log.origin_s, now_s=now_s))
 
     async def stop(self) -> None:
         """Stop everything, drop what is in flight and record it as unfinished.
@@ -174,13 +183,15 @@ class Sender:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while self.read_one():
+        while self.read_some():
             pass
         dropped = list(self._in_flight.values())
         self._in_flight.clear()
         for draft, exchange, connection in dropped:
             connection.abort()
-            self._read(draft.request, exchange, now_s)
+            self._note_sent(draft.request)
+            record = read_completion(exchange, draft.request, origin_s=self.log.origin_s, now_s=now_s)
+            self.log.records.append(record)
         for _, connection in self._idle:
             connection.abort()
         self.check()
@@ -191,3 +202,4 @@ class Sender:
             due_s = max(due_s + _LAG_PROBE_S, perf_counter())
             await asyncio.sleep(due_s - perf_counter())
             self.log.loop_lags.append((self.log.now_s(), perf_counter() - due_s))
+            self.log.cpu_times_s.append((self.log.now_s(), thread_time()))

@@ -77,6 +77,13 @@ class Stream:
 def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Stream:
     """Read a stream to its end mark, its error, or where it was cut."""
     stream = Stream()
+    for _ in reading(stream, pieces):
+        pass
+    return stream
+
+
+def reading(stream: Stream, pieces: Sequence[tuple[float, bytes]]) -> Iterator[None]:
+    """The same into `stream`, an event at a time: who has others to see to may pause after any."""
     for at_s, data in events(pieces):
         if data == "[DONE]":
             stream.done = True
@@ -93,7 +100,7 @@ def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Stream:
             stream.error = f"error in the stream: {message_of(frame)}"
             break
         _read_frame(stream, at_s, frame)
-    return stream
+        yield
 
 
 def _read_frame(stream: Stream, at_s: float, frame: dict[str, Any]) -> None:

@@ -115,6 +115,8 @@ def summarise(
         send_slip_p99_ms=latency.percentile(_slips_ms(records, window), 0.99).value,
         num_left_out=_num_left_out(spec, target),
         loop_lag_p95_ms=evidence.loop_lag_p95_ms,
+        client_cpu_share=evidence.client_cpu_share,
+        client_events_per_s=evidence.client_events_per_s,
         num_preemptions=evidence.num_preemptions,
         kv_cache_usage_peak=kv_cache_usage_peak,
         mean_running=_mean_known([sample.running for sample in inside]),
@@ -211,6 +213,8 @@ def _evidence(
         engine_in_flight=_engine_in_flight(inside),
         send_slip_p95_ms=latency.percentile(_slips_ms(records, window), 0.95).value,
         loop_lag_p95_ms=latency.percentile(lags_ms, 0.95).value,
+        client_cpu_share=log.cpu_share(window.start_s, window.end_s),
+        client_events_per_s=log.event_rate(window.start_s, window.end_s),
         ttft_p95_ms=latency.percentile([1e3 * latency.ttft_s(record) for record in completed], 0.95).value,
         itl_p50_ms=1e3 * latency.itl_percentile(records, window, 0.5).value,
     )

@@ -143,3 +143,17 @@ async def test_a_blocked_event_loop_shows_in_the_lag() -> None:
             pass
         await until(lambda: len(generator.log.loop_lags) > seen)
     assert max(lag_s for _, lag_s in generator.log.loop_lags[seen:]) > 0.1
+
+
+def test_the_cpu_that_the_generator_takes_is_told_for_a_window() -> None:
+    """What it used while it connected and warmed up says nothing about what it could still do when it measured."""
+    log = LoadLog(cpu_times_s=[(0.0, 5.0), (1.0, 5.9), (2.0, 6.0), (3.0, 6.1), (4.0, 6.9)])
+    assert log.cpu_share(0.5, 3.5) == pytest.approx(0.1)
+    assert log.cpu_share(0.5, 1.5) is None
+
+
+def test_stream_events_are_counted_in_the_window_only() -> None:
+    """A rate that holds the warm-up's events would make the client look faster than it was asked to be."""
+    log = LoadLog()
+    log.event_times_s.extend([0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
+    assert log.event_rate(1.0, 3.0) == pytest.approx(2.0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.server import DONE, event
-from tuner.load.client import read_answer, read_completion, retry_after_s
+from tuner.load.client import EVENTS_A_SLICE, read_answer, read_completion, reading_completion, retry_after_s
 from tuner.load.connection import Exchange
 from tuner.load.prompts import PromptRequest
 from tuner.load.stream import read_stream, token_counts
@@ -228,3 +228,16 @@ def test_json_that_is_nested_without_end_is_a_failure() -> None:
     record = record_of((0.1, b"data: " + b'{"choices":' + b"[" * 100_000 + b"\n\n"), (0.2, DONE))
     assert record.error is not None
     assert json.loads(record.model_dump_json())["error"].startswith("cut stream")
+
+
+def test_a_long_answer_is_read_in_slices() -> None:
+    """Read in one go, a thousand tokens keep all other streams unstamped for milliseconds."""
+    num_events = 10 * EVENTS_A_SLICE
+    pieces = [(float(at), delta(at, content="x")) for at in range(1, num_events)] + [(float(num_events), DONE)]
+    exchange = exchange_of(*pieces)
+    slices = list(reading_completion(exchange, REQUEST, origin_s=0.0, now_s=0.0))
+    assert len(slices) >= 10
+    assert all(record is None for record in slices[:-1])
+    assert slices[-1] == read_completion(exchange, REQUEST, origin_s=0.0, now_s=0.0)
+    assert slices[-1] is not None
+    assert slices[-1].num_output_tokens == num_events - 1
