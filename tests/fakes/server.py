@@ -58,6 +58,9 @@ class StubEngine:
     num_slots: int | None = None
     """Requests it serves at once; the others wait in it. None: all."""
 
+    tells_ids: bool = True
+    """Whether it knows `return_token_ids`."""
+
     tokens_per_word: float = 1.0
     """How it counts the text of a chat."""
 
@@ -122,8 +125,9 @@ class StubEngine:
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         num_prompt_tokens = self._count(body)
         if not body.get("stream"):
-            counts = json.dumps({"choices": [], "usage": {"prompt_tokens": num_prompt_tokens}})
-            writer.write(_plain(200, counts, "application/json"))
+            ids = {"token_ids": [_SAID_TOKEN]} if body.get("return_token_ids") and self.tells_ids else {}
+            answer = {"choices": [{"text": "x", **ids}], "usage": {"prompt_tokens": num_prompt_tokens}}
+            writer.write(_plain(200, json.dumps(answer), "application/json"))
             return True
         self.arrivals_s.append(perf_counter())
         behaviour = self.behave(self.num_requests)

@@ -20,11 +20,7 @@ EVENTS_A_SLICE = 32
 
 
 def request_bytes(request: PromptRequest, *, endpoint: Endpoint, model: str) -> bytes:
-    """The bytes of a streamed request that asks for token counts in every chunk.
-
-    The next turn of a chat needs the ids of this answer's tokens, so they are asked for where there is one (vLLM's
-    `return_token_ids`); a server that does not know the field goes without.
-    """
+    """The bytes of a streamed request that asks for token counts in every chunk."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": request.max_tokens,
@@ -39,7 +35,7 @@ def request_bytes(request: PromptRequest, *, endpoint: Endpoint, model: str) -> 
     else:
         path = "/v1/completions"
         body["prompt"] = request.prompt_token_ids
-        if request.has_next_turn:
+        if request.asks_token_ids:
             body["return_token_ids"] = True
     return endpoint.post_json(path, json.dumps(body, separators=(",", ":")).encode())
 

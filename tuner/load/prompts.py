@@ -47,6 +47,8 @@ class PromptRequest:
     """To wait after the previous turn's answer."""
 
     has_next_turn: bool = False
+    asks_token_ids: bool = False
+    """Whether the next turn repeats this answer by the ids the server tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ def conversations(
     max_model_len: int,
     entropy: Sequence[int],
     text: TextScale | None = None,
+    asks_token_ids: bool = False,
 ) -> Iterator[Conversation]:
     """Draw conversations without end; the same entropy gives the same sequence, any other shares no prompt with it.
 
@@ -79,12 +82,13 @@ def conversations(
         token_ids: ids that are ordinary tokens in the model's vocabulary.
         entropy: (study seed, trial, stage, repeat): whatever tells this sequence from all others of a study.
         text: how long words are, for a workload that is sent as text.
+        asks_token_ids: whether a server tells the ids of an answer that the next turn repeats.
 
     Raises:
         WorkloadError: where the longest request does not fit `max_model_len`.
     """
     workload.check_fits(max_model_len)
-    writer = _Writer(workload, token_ids, tuple(entropy), text)
+    writer = _Writer(workload, token_ids, tuple(entropy), text, asks_token_ids)
     trace = workload.fitting_trace(max_model_len)
     if trace is None:
         return _drawn(workload, writer)
@@ -99,6 +103,7 @@ class _Writer:
     vocabulary: range
     entropy: tuple[int, ...]
     scale: TextScale | None
+    asks_token_ids: bool
     indices: Iterator[int] = field(default_factory=count)
     rng: np.random.Generator = field(init=False)
 
@@ -160,6 +165,7 @@ class _Writer:
             num_shared_tokens=num_shared_tokens,
             think_s=think_s,
             has_next_turn=has_next_turn,
+            asks_token_ids=self.asks_token_ids and has_next_turn,
         )
 
 

@@ -47,7 +47,7 @@ class Sender:
     """By request index."""
 
     _unread: deque[tuple[PromptRequest, Exchange]] = field(default_factory=deque)
-    _reading: Iterator[RequestRecord | None] | None = None
+    _reading: tuple[PromptRequest, Iterator[RequestRecord | None]] | None = None
     """The answer that is being read."""
 
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -162,16 +162,23 @@ class Sender:
             if not self._unread:
                 return False
             request, exchange = self._unread.popleft()
-            self._note_sent(request)
-            self._reading = reading_completion(exchange, request, origin_s=self.log.origin_s, now_s=perf_counter())
-        record = next(self._reading)
+            slices = reading_completion(exchange, request, origin_s=self.log.origin_s, now_s=perf_counter())
+            self._reading = request, slices
+        request, slices = self._reading
+        record = next(slices)
         if record is not None:
-            self.log.records.append(record)
+            self._keep(request, record)
             self._reading = None
         return True
 
-    def _note_sent(self, request: PromptRequest) -> None:
-        self.log.sent[request.index] = SentPrompt(request.num_prompt_tokens, request.num_shared_tokens)
+    def _keep(self, request: PromptRequest, record: RequestRecord) -> None:
+        num_tokens, num_shared = request.num_prompt_tokens, request.num_shared_tokens
+        num_new = num_tokens - num_shared
+        if len(request.messages) > 1:
+            # How many tokens its own words are when they come back as text, only the server can tell.
+            num_tokens = max(record.num_prompt_tokens, num_new)
+        self.log.sent[request.index] = SentPrompt(num_tokens, num_tokens - num_new)
+        self.log.records.append(record)
 
     async def stop(self) -> None:
         """Stop everything, drop what is in flight and record it as unfinished.
@@ -189,9 +196,8 @@ class Sender:
         self._in_flight.clear()
         for draft, exchange, connection in dropped:
             connection.abort()
-            self._note_sent(draft.request)
             record = read_completion(exchange, draft.request, origin_s=self.log.origin_s, now_s=now_s)
-            self.log.records.append(record)
+            self._keep(draft.request, record)
         for _, connection in self._idle:
             connection.abort()
         self.check()

@@ -101,6 +101,11 @@ class Workload(Record):
         return loop_of(self.arrivals)
 
     @property
+    def has_turns(self) -> bool:
+        """Whether a request may repeat the answer to another."""
+        return self.chat is not None or (self.trace is not None and self.loop == "closed")
+
+    @property
     def thinks(self) -> bool:
         """Whether users pause between their requests."""
         pauses = isinstance(self.arrivals, Closed) and self.arrivals.think_time > 0

@@ -11,8 +11,8 @@ from tuner.load.arrivals import AllAtOnce, Closed, open_times_s, think_times_s
 from tuner.load.generator import ClosedLoop
 from tuner.load.log import LoadLog
 from tuner.load.open_loop import OpenLoop
+from tuner.load.probe import calibrate, tells_token_ids
 from tuner.load.prompts import conversations
-from tuner.load.text import calibrate
 from tuner.load.workload import WorkloadError
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.validity import MAX_PROMPT_DEVIATION
@@ -27,12 +27,17 @@ async def load_on(spec: StageSpec, target: Target) -> Generator:
         WorkloadError: where the workload does not fit the engine.
     """
     workload = spec.workload
+    workload.check_fits(target.max_model_len)
+    is_text = workload.api == "chat"
     prompts = conversations(
         workload,
         token_ids=target.token_ids,
         max_model_len=target.max_model_len,
         entropy=spec.entropy,
-        text=await calibrate(target.endpoint, target.model) if workload.api == "chat" else None,
+        text=await calibrate(target.endpoint, target.model) if is_text else None,
+        asks_token_ids=workload.has_turns
+        and not is_text
+        and await tells_token_ids(target.endpoint, target.model, token_ids=target.token_ids),
     )
     # Another branch of the stage's entropy than the prompts', so that times and lengths are independent.
     rng = np.random.default_rng(np.random.SeedSequence([*spec.entropy, len(spec.entropy)]))

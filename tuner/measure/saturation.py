@@ -22,9 +22,9 @@ FEWEST_PARTS = 7
 """Parts without an ended request say nothing of TTFT; with fewer left the test has no power at 1 %."""
 
 FEWEST_S = 5.0
-FEWEST_SERVICE_LENGTHS = 5.0
-"""Parts are to be half as long at least as a request is served, from its first token on, or neighbours are the same
-requests. The wait before is not counted: it is what grows."""
+FEWEST_SERVICE_LENGTHS = 2.0
+"""A window is to be twice as long at least as a request is served, from its first token on, or all its parts are the
+same requests. The wait before the first token is not counted: it is what grows."""
 
 SIGNIFICANT_Z = 2.326
 """One-sided, 1 %."""

@@ -25,7 +25,9 @@ TINY: dict[str, Any] = {
 
 def loop_on(stub: StubEngine, times_s: Iterator[float], **more: Any) -> OpenLoop:
     """An open loop on a server."""
-    found = conversations(load_workload({**TINY, **more}), token_ids=range(256), max_model_len=99, entropy=(0, 0))
+    found = conversations(
+        load_workload({**TINY, **more}), token_ids=range(256), max_model_len=99, entropy=(0, 0), asks_token_ids=True
+    )
     return OpenLoop(endpoint=stub.endpoint, model="m", prompts=found, times_s=times_s)
 
 

@@ -30,7 +30,9 @@ def draw(workload: Workload, count: int, entropy: tuple[int, ...]) -> list[tuple
     return [request.prompt_token_ids for request in islice(found, count)]
 
 
-@pytest.mark.parametrize("name", ["chat-short", "long-prompts", "chat", "summarise"])
+@pytest.mark.parametrize(
+    "name", ["chat-short", "long-prompts", "chat", "summarise", "chat-turns", "shared-system-prompt"]
+)
 def test_every_preset_loads_and_says_why(name: str) -> None:
     """A preset that cannot be read, or gives no reason, is no use to who has to choose one."""
     workload = load_workload(name)

@@ -103,16 +103,37 @@ async def test_what_is_shared_by_design_is_no_warm_cache(hit_rate: float, is_war
     assert any("warm cache" in reason for reason in record.invalid_reasons) == (hit_rate > 160 / 190 + 0.01) == is_warm
 
 
-async def test_a_chat_in_turns_keeps_its_users(tmp_path: Path) -> None:
-    """Each user's next turn is the history and something new; think time takes no place in the engine."""
+@pytest.mark.parametrize("tells_ids", [True, False])
+async def test_a_chat_in_turns_keeps_its_users(tells_ids: bool) -> None:  # noqa: FBT001 - a table's column
+    """Each turn is the history and something new; a server is not asked for ids it does not know of."""
     workload = {**SMALL, "chat": {"turns": 3, "think_time": "10ms"}, "output_len": {"kind": "fixed", "tokens": 4}}
-    async with running_stub(Behaviour(itl_s=0.002)) as stub:
+    async with running_stub(Behaviour(itl_s=0.002), tells_ids=tells_ids) as stub:
         record = (await measure(stub, 3, StageKind.LADDER, workload)).record
-        lengths = {len(body["prompt"]) for body in stub.bodies}
-        assert all(body["return_token_ids"] for body in stub.bodies if len(body["prompt"]) < 128)
-    assert lengths == {40, 84, 128}
+        bodies = stub.bodies
+    assert {len(body["prompt"]) for body in bodies} == {40, 84, 128}
+    assert {body.get("return_token_ids", False) for body in bodies if len(body["prompt"]) < 128} == {tells_ids}
+    assert not any("return_token_ids" in body for body in bodies if len(body["prompt"]) == 128)
+    assert {body["prompt"][40:44] == [77] * 4 for body in bodies if len(body["prompt"]) > 40} == {tells_ids}
     assert record.num_failed == 0
     assert not any("load not held" in reason for reason in record.invalid_reasons)
+
+
+async def test_an_answer_that_comes_back_as_text_is_counted_by_the_server() -> None:
+    """Sixteen tokens of odd characters are forty when they are read again: that is no other workload."""
+    workload = {**SMALL, "api": "chat", "chat": {"turns": 3}, "input_len": {"kind": "fixed", "tokens": 60}}
+    async with running_stub(Behaviour(itl_s=0.002), tokens_per_message=30, prefix_hit_rate=0.5) as stub:
+        record = (await measure(stub, 2, StageKind.LADDER, workload)).record
+    assert record.num_failed == 0
+    assert not any("prompt length" in reason or "warm" in reason for reason in record.invalid_reasons)
+
+
+async def test_a_server_that_is_not_there_is_a_stage_of_failures_by_text_too() -> None:
+    """What is asked before a stage must not be a crash of its own."""
+    async with running_stub(Behaviour()) as stub:
+        pass
+    for more in ({"api": "chat"}, {"chat": {"turns": 2}}):
+        record = (await measure(stub, 2, StageKind.LADDER, {**SMALL, **more})).record
+        assert record.ended_by == "failures"
 
 
 async def test_text_is_calibrated_by_the_servers_own_count() -> None:
