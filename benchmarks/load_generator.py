@@ -4,7 +4,7 @@ A server that answers by a known schedule and logs when it truly sent each chunk
 client at a time (another core). What a client reports is held against that log: errors of TTFT and ITL, requests really
 in flight, CPU a chunk, the rate at which its mean ITL is 1 % wrong, and what it makes of streams that end badly.
 
-Peers are installed under `--cache` when first asked for. All of it takes 90 minutes, ours alone 20; `--quick` a fifth
+Peers are installed under `--cache` when first asked for. All of it takes 90 minutes, ours alone 15; `--quick` a fifth
 of that. On a machine that has other work, `--realtime` (as root) runs server and client before it.
 """
 

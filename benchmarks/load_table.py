@@ -100,7 +100,7 @@ def _odd(cells: Sequence[Cell]) -> Iterator[str]:
     if not measured:
         return
     yield from ("", "Odd streams: every fourth answer is odd (packed: all are, 4 tokens a chunk).", "")
-    yield from _head("client", "answers", "badly ended", "said to have failed", "TTFT mean", "ITL mean")
+    yield from _head("client", "answers", "ended badly by the server", "said to have failed", "TTFT mean", "ITL mean")
     for cell in measured:
         said = "no result"
         if cell.reported is not None:

@@ -13,7 +13,7 @@ import uvloop
 
 from tuner.load.client import read_completion, request_bytes
 from tuner.load.connection import Exchange, connect
-from tuner.load.prompts import PromptRequest
+from tuner.load.prompts import Message, PromptRequest
 from tuner.load.workload import load_workload
 from tuner.measure.stage import StageSpec, Target, measure_stage
 from tuner.records import RequestRecord, StageKind
@@ -44,10 +44,16 @@ def program(scripts: tuple[ModuleType, ModuleType], tmp_path_factory: pytest.Tem
     return built
 
 
-def ask(endpoint: object, *, tokens: int) -> tuple[Exchange, RequestRecord]:
-    """One request, and what our client makes of the answer."""
+def ask(endpoint: object, *, tokens: int, messages: tuple[Message, ...] = ()) -> tuple[Exchange, RequestRecord]:
+    """One request, a chat's where there are messages, and what our client makes of the answer."""
     request = PromptRequest(
-        index=0, prompt_token_ids=(1, 2, 3), max_tokens=tokens, temperature=0.0, ignore_eos=True, num_prompt_tokens=3
+        index=0,
+        prompt_token_ids=() if messages else (1, 2, 3),
+        max_tokens=tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        num_prompt_tokens=3,
+        messages=messages,
     )
 
     async def run() -> Exchange:
@@ -116,6 +122,22 @@ def test_odd_streams_are_what_they_are_called(
         assert len(found.itl_ms) == (4 if mode == "packed" else 7)
         assert record.first_token_s is not None
         assert record.first_token_s - record.sent_s > 0.015
+
+
+@pytest.mark.parametrize("mode", ["plain", "role"])
+def test_a_chat_has_its_role_before_its_first_token(
+    scripts: tuple[ModuleType, ModuleType], program: Path, tmp_path: Path, mode: str
+) -> None:
+    """Clients that only speak chat are held against the same truth; a role alone is no token."""
+    truth, _ = scripts
+    schedule = truth.Schedule(ttft_ms=20.0, itl_ms=1.0, tokens=8, mode=mode)
+    with truth.stub(program, schedule, log=tmp_path / "log", cpu=None) as server:
+        exchange, record = ask(server.endpoint, tokens=8, messages=(Message("user", "one two three"),))
+    assert (record.error, record.num_output_tokens, record.num_prompt_tokens) == (None, 8, 3)
+    assert b'"role":"assistant"' in exchange.body
+    assert record.first_token_s is not None
+    assert record.first_token_s - record.sent_s > 0.015
+    assert truth.read_truth(tmp_path / "log").num_chunks == 8
 
 
 def test_a_stage_holds_every_stream_it_names(
