@@ -16,8 +16,8 @@ from tuner.load.stream import Chunk, Stream, message_of_body, read_stream, readi
 from tuner.records import RequestRecord
 
 EVENTS_A_SLICE = 8
-"""Read in one go: some 50 us, as long as the event loop may be kept from stamping what arrives meanwhile. Four times as
-many cost no less CPU, and where the answers of 512 streams end together made each of them later by half as much again."""
+"""Read in one go: some 50 us, as long as the event loop may be kept from stamping what arrives meanwhile. Longer slices
+cost no less CPU and blur a burst of answers that end together (docs/lab.md)."""
 
 
 def request_bytes(request: PromptRequest, *, endpoint: Endpoint, model: str) -> bytes:
