@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvloop
 
+from tuner.analysis.slo import derive_slo
 from tuner.job import MeasureSpec
 from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.workload import Workload
@@ -107,6 +108,7 @@ def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
         max_s=max(measure.max_time, turn_s, enough_s),
         max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * turn_s),
         target_relative_half_width=measure.precision,
+        limits=task.plan.slo or derive_slo(stages),
     )
 
 

@@ -23,7 +23,7 @@ from tuner.wording import config_text
 
 
 def confirm_production(
-    choice: ProductionChoice, defaults: EngineConfig, launches: Launches, *, burst_load: int
+    choice: ProductionChoice, defaults: EngineConfig, launches: Launches, *, slo: Slo, burst_load: int
 ) -> tuple[ProductionChoice, ConfirmedPair]:
     """Launch production and the defaults in turn, at the operating point and at twice its load.
 
@@ -43,11 +43,14 @@ def confirm_production(
         launches.note(f"the defaults are not re-measured beside production: {hopeless.detail}")
         turn.remove(None)
     launches.expect(2 * len(turn) + MAX_PROTECTIVE_LAUNCHES)
-    first = [(each, _confirm_once(each, candidates, defaults, launches, burst_load=None)) for each in turn]
+    first = [(each, _confirm_once(each, candidates, defaults, launches, slo=slo, burst_load=None)) for each in turn]
     if launches.is_time_up():
         launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
         return _stands(choice, first, launches)
-    again = [(each, _confirm_once(each, candidates, defaults, launches, burst_load=burst_load)) for each in turn[::-1]]
+    again = [
+        (each, _confirm_once(each, candidates, defaults, launches, slo=slo, burst_load=burst_load))
+        for each in turn[::-1]
+    ]
     return _stands(choice, [*first, *again], launches)
 
 
@@ -57,6 +60,7 @@ def _confirm_once(
     defaults: EngineConfig,
     launches: Launches,
     *,
+    slo: Slo,
     burst_load: int | None,
 ) -> TrialRecord:
     """One launch: of a candidate at its own load, with the burst at the end if there is one; of the defaults (None)."""
@@ -66,7 +70,8 @@ def _confirm_once(
     steps += [LadderStep(kind=StageKind.DOUBLE, load=2 * load) for load in loads]
     if each is not None and burst_load is not None:
         steps.append(LadderStep(kind=StageKind.BURST, load=burst_load))
-    plan = FixedSteps(steps=tuple(steps), request_rate_rps=min(stage.request_throughput_rps for stage in stages))
+    rate_rps = min(stage.request_throughput_rps for stage in stages)
+    plan = FixedSteps(steps=tuple(steps), request_rate_rps=rate_rps, slo=slo)
     if each is None:
         return launches.run(TrialRole.CONFIRM_BASELINE, defaults, origin="defaults", plan=plan)
     origin = "production" if each is candidates[0] else "rival"
@@ -109,7 +114,7 @@ def try_protective(
         if number > 0 and launches.is_time_up():
             launches.note("the job's time is up: no further protective candidate is tried")
             break
-        trial, stage = _launch(candidate, burst_load, launches)
+        trial, stage = _launch(candidate, burst_load, slo, launches)
         if stage is None:
             said = trial.outcome.detail if trial.outcome.outcome == "failed" else "its burst was not measured"
             setbacks.append(f"a protective candidate failed in trial {trial.number}: {said}")
@@ -125,14 +130,14 @@ def try_protective(
 
 
 def _launch(
-    candidate: ProtectiveCandidate, burst_load: int, launches: Launches
+    candidate: ProtectiveCandidate, burst_load: int, slo: Slo, launches: Launches
 ) -> tuple[TrialRecord, StageRecord | None]:
     """Measure the candidate's operating point and the burst; None where the engine did not live to its end."""
     steps = (
         LadderStep(kind=StageKind.OPERATING, load=candidate.stage.users),
         LadderStep(kind=StageKind.BURST, load=burst_load),
     )
-    plan = FixedSteps(steps=steps, request_rate_rps=candidate.stage.request_throughput_rps)
+    plan = FixedSteps(steps=steps, request_rate_rps=candidate.stage.request_throughput_rps, slo=slo)
     trial = launches.run(TrialRole.CONFIRM_PROTECTIVE, candidate.config, origin="protective", plan=plan)
     stages = trial.outcome.stages if trial.outcome.outcome == "measured" else ()
     bursts = [stage for stage in stages if stage.kind is StageKind.BURST]

@@ -53,6 +53,9 @@ class FixedSteps(Record):
     request_rate_rps: float | None = None
     """What the first step's load was seen to bring before: how long enough requests take is reckoned from it."""
 
+    slo: Slo | None = None
+    """Limits in force: a stage goes on while it is open whether it meets them."""
+
 
 Plan = Ladder | FixedSteps
 

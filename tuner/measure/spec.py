@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tuner.answer import Slo
 from tuner.load.arrivals import AllAtOnce, Replayed
 from tuner.load.connection import Endpoint
 from tuner.load.workload import Workload
@@ -38,6 +39,10 @@ class StageSpec:
     target_relative_half_width: float = 0.05
     """Precise: at a look, the half width of the throughput's 95 % interval is at most this share of it. The reported
     interval is wider (`steady.EARLY_STOP_WIDENING`): who stops at the first narrow one has picked it."""
+
+    limits: Slo | None = None
+    """What the stage may be judged by: while a p95's interval holds its limit, more samples are what the answer lacks,
+    and the stage goes on, however precise its throughput."""
 
     stall_s: float = 60.0
     """No token for so long while requests are in flight, and by its own counters the engine did nothing: stalled."""

@@ -200,7 +200,17 @@ class _Watch:
             return False
         # Events, not tokens: counting tokens means parsing every stream in flight. The two are proportional.
         rate = latency.rate_estimate(self._log.events_since(window.start_s), window, correlation_s=request_s)
-        return steady.is_precise(rate, target_relative_half_width=self._spec.target_relative_half_width)
+        if not steady.is_precise(rate, target_relative_half_width=self._spec.target_relative_half_width):
+            return False
+        return not self._is_judgement_open(settled, window)
+
+    def _is_judgement_open(self, settled: Sequence[RequestRecord], window: Window) -> bool:
+        limits = self._spec.limits
+        if limits is None:
+            return False
+        ttft_ms = latency.percentile([1e3 * latency.ttft_s(record) for record in settled], 0.95)
+        itl_ms = latency.scaled(latency.itl_percentile(settled, window, 0.95), 1e3)
+        return steady.is_open(ttft_ms, limits.ttft_p95_ms) or steady.is_open(itl_ms, limits.itl_p95_ms)
 
     def _hopeless(self) -> EndedBy | None:
         self._generator.check()

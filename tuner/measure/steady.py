@@ -82,6 +82,11 @@ def is_precise(throughput: Estimate, *, target_relative_half_width: float) -> bo
     return (throughput.high - throughput.low) / 2 <= target_relative_half_width * throughput.value
 
 
+def is_open(p95_ms: Estimate, limit_ms: float) -> bool:
+    """Whether a figure may as well be inside its limit as over it."""
+    return p95_ms.low is not None and p95_ms.high is not None and p95_ms.low <= limit_ms <= p95_ms.high
+
+
 def widened(throughput: Estimate) -> Estimate:
     """The figure with the interval that a stage which ended as soon as it was narrow may claim."""
     if throughput.low is None or throughput.high is None:

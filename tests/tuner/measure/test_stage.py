@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.server import Behaviour, StubEngine, running_stub
+from tuner.answer import Slo
 from tuner.load.workload import WorkloadError, load_workload
 from tuner.measure.memory import EngineMemory
 from tuner.measure.stage import MeasuredStage, StageSpec, Target, measure_stage
@@ -114,6 +115,19 @@ async def test_a_start_that_outlasts_the_first_wave_is_cut_off() -> None:
     assert record.ttft_p95_ms.value < 60
     assert not {request.index for request in measured.requests if not request.warm_up} & set(range(40))
     assert record.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("limit_ms", "ended_by"), [(1000.0, "precise"), (60.0, "time")])
+async def test_a_stage_goes_on_while_its_judgement_is_open(limit_ms: float, ended_by: str) -> None:
+    """One request in twenty waits past the limit: whether p95 holds it takes more samples than a throughput does."""
+
+    def slow_now_and_then(ordinal: int) -> Behaviour:
+        return Behaviour(ttft_s=0.12 if ordinal % 20 == 19 else 0.02)
+
+    limits = Slo(ttft_p95_ms=limit_ms, itl_p95_ms=1000.0)
+    async with running_stub(slow_now_and_then) as stub:
+        measured = await measure(stub, target_relative_half_width=0.9, max_s=3.0, limits=limits)
+    assert measured.record.ended_by == ended_by
 
 
 async def test_failed_streams_make_a_stage_invalid_and_carry_no_latency() -> None:
