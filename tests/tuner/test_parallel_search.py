@@ -134,6 +134,28 @@ def _is_known(config: EngineConfig, trials: list[TrialRecord]) -> bool:
     return any(trial.config == config for trial in trials) or any(_is_higher_fence(each, config) for each in measured)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_setting_that_a_launch_in_flight_may_answer_waits_for_it(tmp_path: Path, seed: int) -> None:
+    """A whole ladder is saved: the workers here refuse such a launch, and without the wait each of these has one."""
+    job = _job(seed=seed)
+    workers = _Watched(parallel_trials=4, seed=seed)
+    _search(job, _store(tmp_path, job), workers)
+    assert max(workers.together) == 4
+
+
+def test_the_first_ladder_is_climbed_alone_until_one_was_climbed(tmp_path: Path) -> None:
+    """Limits and the memory's size come from it: what ran beside it would be judged without either."""
+
+    def fails(spec: TrialSpec) -> Failed | None:
+        died = Failed(kind=FailureKind.STALLED, detail="requests waited and no token came")
+        return died if spec.number < 2 else None
+
+    job = _job(trials=8)
+    workers = _Watched(parallel_trials=3, seed=0, fails=fails)
+    _search(job, _store(tmp_path, job), workers)
+    assert workers.together[:5] == [1, 1, 1, 1, 2]
+
+
 @given(
     at_once=st.integers(1, 5),
     seed=st.integers(0, 1000),
