@@ -187,6 +187,11 @@ class GuideLlm(Tool):
         self._folder = cache / "guidellm"
         self._tokenizer = tokenizer
 
+    @property
+    def executable(self) -> Path:
+        """Its command."""
+        return self._folder / "bin" / "guidellm"
+
     def prepare(self) -> str:
         """Its own environment."""
         return _version(_environment(self._folder, self.requirements), "guidellm")
@@ -198,7 +203,7 @@ class GuideLlm(Tool):
             profile = f"kind=poisson,rate={load.rate_rps}"
         data = f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={load.output_tokens}"
         return [
-            *(str(self._folder / "bin" / "guidellm"), "run", "--disable-console"),
+            *(str(self.executable), "run", "--disable-console"),
             *("--backend", f"kind=openai_http,target={url},model={MODEL}", "--profile", profile, "--data", data),
             *("--constraint", f"kind=max_requests,count={load.num_requests}"),
             *("--tokenizer", f"kind=huggingface_auto,model={self._tokenizer}"),
