@@ -41,13 +41,14 @@ def render_bench(answer: BenchAnswer) -> str:
 
 def bench_info(answer: BenchAnswer) -> KneeInfo | None:
     """The ladder as the knee's chart draws it; None where no stage was measured."""
-    if not answer.stages:
+    closed = [stage for stage in answer.stages if stage.loop == "closed"]
+    if not closed:
         return None
     point, slo, finding = answer.operating_point, answer.slo, answer.finding
     return KneeInfo(
         title=headline(answer)[:1].upper() + headline(answer)[1:],
         trial=None,
-        points=tuple(curve_point(stage) for stage in sorted(answer.stages, key=lambda stage: stage.load)),
+        points=tuple(curve_point(stage) for stage in sorted(closed, key=lambda stage: stage.load)),
         knee=finding.load,
         knee_interval=finding.interval,
         operating_load=point.load if point else None,
@@ -59,10 +60,12 @@ def bench_info(answer: BenchAnswer) -> KneeInfo | None:
 
 
 def _operating(answer: BenchAnswer) -> Table | None:
-    point = answer.operating_point
+    point, rate_rps = answer.operating_point, answer.safe_rate_rps
+    safe = () if rate_rps is None else ((Cell("Safe rate"), Cell(wording.safe_rate(rate_rps))),)
     if point is None:
-        return None
+        return Table(("Safe rate", ""), safe) if safe else None
     rows = (
+        *safe,
         (Cell("Load"), Cell(f"{point.load} concurrent")),
         (Cell("Output throughput"), cell(point.output_throughput, "tok/s")),
         (Cell("p95 TTFT"), cell(point.ttft_p95_ms, "ms")),
@@ -79,7 +82,7 @@ def _stages(answer: BenchAnswer) -> Table:
         head,
         tuple(
             (
-                Cell(str(stage.load)),
+                Cell(f"{wording.number(stage.load)}/s" if stage.loop == "open" else str(stage.load)),
                 cell(stage.output_throughput, "tok/s"),
                 cell(stage.ttft_p95_ms, "ms"),
                 cell(stage.itl_p95_ms, "ms"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from reports.tables import Cell, Table, cell
 from tuner import wording
-from tuner.answer import BurstEvidence, Capacity, Diagnosis, KneeFinding, Recommendation
+from tuner.answer import BurstEvidence, Diagnosis, KneeFinding, Recommendation
 from tuner.export.context import knee as knee_words
 from tuner.records import Measured, StageKind, StageRecord, TrialRecord, TrialRole
 
@@ -62,13 +62,17 @@ def advice(diagnosis: Diagnosis | None) -> Table | None:
     return Table(("Parameter", "Effect", "Because"), rows)
 
 
-def capacity_lines(capacity: Capacity | None) -> tuple[str, ...]:
-    """What one replica holds, and what an expected load takes."""
+def capacity_lines(recommendation: Recommendation) -> tuple[str, ...]:
+    """The safe rate, what one replica holds, and what an expected load takes."""
+    capacity, rate_rps = recommendation.capacity, recommendation.safe_rate_rps
+    safe = (
+        () if rate_rps is None else (f"Safe rate of Poisson arrivals, by production: {wording.safe_rate(rate_rps)}.",)
+    )
     if capacity is None:
-        return ()
+        return safe
     held = wording.held(capacity)
     lines = [f"One replica: {held}.", capacity.reason, wording.cost(capacity)]
-    return tuple(line for line in lines if line)
+    return (*safe, *(line for line in lines if line))
 
 
 def cross_checks(finding: KneeFinding | None) -> Table | None:

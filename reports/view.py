@@ -89,7 +89,7 @@ def page(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> Page:
         why=evidence.why(recommendation),
         cross_checks=evidence.cross_checks(finding),
         parameters=evidence.advice(recommendation.diagnosis),
-        capacity=evidence.capacity_lines(recommendation.capacity),
+        capacity=evidence.capacity_lines(recommendation),
         symptoms=_symptoms(recommendation),
         overload=evidence.overload(recommendation, trials),
         burst=evidence.burst_table(burst) if burst else None,

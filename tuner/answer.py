@@ -307,6 +307,9 @@ class Recommendation(Record):
     """None where too few launches shared a schedule: intervals of several launches are then their envelope."""
 
     safe_rate_rps: Estimate | None = None
+    """The highest rate of Poisson arrivals that production was shown to hold inside the SLO. Its lower end is itself,
+    its upper end the lowest rate tried that it was not shown to hold; None where it held all."""
+
     capacity: Capacity | None = None
     least_violating_trial: int | None = None
     """Where no setting meets the SLO: the one that comes closest."""

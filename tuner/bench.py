@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import uvloop
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from tuner.analysis.benched import Asked, FenceSource, conclude
+from tuner.analysis.benched import Asked, FenceSource, ceiling_rps, conclude
+from tuner.analysis.rates import RateSearch
 from tuner.bench_answer import BenchAnswer
-from tuner.climb import Climb, climb
+from tuner.climb import POISSON, Climb, climb
+from tuner.elsewhere.stage import Axis
 from tuner.engines.running import Server, discover, reset_prefix_cache
 from tuner.first_request import check_first_request
 from tuner.inputs import DurationS, InputError
 from tuner.job import MeasureSpec
 from tuner.ladder import FixedSteps, Ladder, LadderStep, Plan, most_stages
 from tuner.ladder_answer import knee_figures, verdict_of
+from tuner.load.arrivals import Constant, mean_rate_rps
 from tuner.load.connection import Endpoint
+from tuner.load.traces import read_trace
 from tuner.load.workload import Workload, WorkloadError
 from tuner.measure.spec import Target
 from tuner.progress import Clock
-from tuner.records import Record, StageKind, StageRecord
+from tuner.records import EngineConfig, Record, StageKind, StageRecord
 from tuner.store import write_whole
 
 FIRST_LADDER = 0
@@ -45,6 +50,12 @@ class BenchOptions(Record):
     loads: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = ()
     """Measure just these; none climbs until the knee is behind."""
 
+    rates: tuple[Annotated[float, Field(gt=0, le=1e6)], ...] = ()
+    """Measure just these rates, in requests per second, and no users who wait."""
+
+    arrivals: Literal["poisson", "constant"] | None = None
+    """How requests come at a rate. Without `rates`, the safe rate is looked for below what users got."""
+
     slo_ttft_p95: DurationS | None = None
     slo_itl_p95: DurationS | None = None
     measure: MeasureSpec
@@ -57,6 +68,29 @@ class BenchOptions(Record):
         if seconds is not None and seconds <= 0:
             raise ValueError("a limit must be above zero")
         return seconds
+
+    @model_validator(mode="after")
+    def _one_axis(self) -> BenchOptions:
+        loop = self.workload.loop
+        if loop == "batch":
+            raise ValueError(f"workload {self.workload.name}: a batch has neither users nor a rate: leave arrivals out")
+        if self.loads and (self.rates or loop == "open"):
+            raise ValueError("--loads are users who wait, and this is measured at rates: leave --loads out")
+        if self.arrivals is not None and loop == "open":
+            raise ValueError(f"workload {self.workload.name} says itself how requests come: leave --arrivals out")
+        if loop == "open" and not self.rates and self.workload.trace is None:
+            raise ValueError(f"workload {self.workload.name} has arrivals and no rate: give --rates 1,2,4")
+        return self
+
+    @property
+    def at_rates(self) -> tuple[float, ...]:
+        """The rates that are measured in place of users; a trace that is replayed has its own. Requests per second."""
+        if self.rates or self.workload.loop != "open" or self.workload.trace is None:
+            return tuple(sorted(set(self.rates)))
+        times_s = read_trace(self.workload.trace).times_s
+        if times_s is None:
+            raise InputError(f"workload {self.workload.name}: its trace has no times: give --rates")
+        return (mean_rate_rps(times_s),)
 
 
 class BenchWatcher(Protocol):
@@ -97,9 +131,7 @@ def run_bench(
     stages: list[StageRecord] = []
     interrupted = False
     try:
-        for stage in climb(
-            task, target, kept=(), directory=directory, goes_on=lambda so_far: not stop_requested() and answers(so_far)
-        ):
+        for stage in _measured(task, target, options, directory, goes_on=lambda: not stop_requested()):
             stages.append(stage)
             watcher.stage_ended(stage, _clock(begun_s, task.plan, stages))
     except KeyboardInterrupt:
@@ -146,7 +178,28 @@ def _fence(server: Server, options: BenchOptions) -> int | None:
     return options.fence if options.fence is not None else server.facts.fence
 
 
+def _measured(
+    task: Climb, target: Target, options: BenchOptions, directory: Path, *, goes_on: Callable[[], bool]
+) -> Iterator[StageRecord]:
+    """The ladder, and after it the safe rate where it was asked for."""
+    stages: list[StageRecord] = []
+
+    def may_go_on(so_far: Sequence[StageRecord]) -> bool:
+        return goes_on() and answers(so_far)
+
+    for stage in climb(task, target, kept=(), directory=directory, goes_on=may_go_on):
+        stages.append(stage)
+        yield stage
+    slo, ceiling = conclude(stages, _asked(options, task.fence)).slo, ceiling_rps(stages)
+    if options.arrivals is None or options.at_rates or slo is None or ceiling is None or not may_go_on(stages):
+        return
+    search = RateSearch(slo=slo, ceiling_rps=ceiling)
+    yield from climb(replace(task, plan=search), target, kept=tuple(stages), directory=directory, goes_on=may_go_on)
+
+
 def _plan(server: Server, options: BenchOptions) -> Plan:
+    if options.at_rates:
+        return FixedSteps(steps=tuple(LadderStep(kind=StageKind.RATE, load=rate) for rate in options.at_rates))
     if options.loads:
         steps = tuple(LadderStep(kind=StageKind.LADDER, load=load) for load in sorted(set(options.loads)))
         return FixedSteps(steps=steps)
@@ -159,6 +212,7 @@ def _task(server: Server, options: BenchOptions, *, first_request_s: float) -> C
         workload=options.workload,
         burst=options.workload,
         measure=options.measure,
+        arrivals=Constant(kind="constant") if options.arrivals == "constant" else POISSON,
         entropy=(options.seed, FIRST_LADDER),
         fence=_fence(server, options),
         rate_rps=1 / max(first_request_s, SHORTEST_REQUEST_S),
@@ -184,20 +238,13 @@ def _answer(
     interrupted: bool,
     wall_s: float,
 ) -> BenchAnswer:
-    ttft, itl = options.slo_ttft_p95, options.slo_itl_p95
-    fence = _fence(server, options)
     source: FenceSource = "given" if options.fence is not None else "told"
-    asked = Asked(
-        slo_ttft_p95_ms=None if ttft is None else 1000 * ttft,
-        slo_itl_p95_ms=None if itl is None else 1000 * itl,
-        fence=fence,
-        fence_source=None if fence is None else source,
-        config=server.facts.config,
-        seed=options.seed,
-    )
+    asked = _asked(options, _fence(server, options), source, server.facts.config)
     found = conclude(stages, asked)
     is_given = found.slo is not None and not found.slo.derived
-    verdict = verdict_of(found.finding, is_feasible=found.operating_point is not None or not is_given)
+    verdict = verdict_of(
+        found.finding, is_feasible=not is_given or (found.operating_point, found.safe_rate_rps) != (None, None)
+    )
     return BenchAnswer(
         verdict=verdict,
         knee=knee_figures(found.finding, verdict, found.finding.signals),
@@ -206,6 +253,8 @@ def _answer(
         warnings=(*_simulated(server), *_interrupted(len(stages), interrupted=interrupted), *found.warnings),
         slo=found.slo,
         operating_point=found.operating_point,
+        safe_rate_rps=found.safe_rate_rps,
+        axis=Axis.REQUEST_RATE if options.at_rates else Axis.CONCURRENCY,
         fence=found.fence,
         fence_source=found.fence_source,
         server=server.facts,
@@ -218,6 +267,23 @@ def _answer(
         wall_s=wall_s,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         kneetune_version=metadata.version("kneetune"),
+    )
+
+
+def _asked(
+    options: BenchOptions,
+    fence: int | None,
+    source: FenceSource = "told",
+    config: EngineConfig | None = None,
+) -> Asked:
+    ttft, itl = options.slo_ttft_p95, options.slo_itl_p95
+    return Asked(
+        slo_ttft_p95_ms=None if ttft is None else 1000 * ttft,
+        slo_itl_p95_ms=None if itl is None else 1000 * itl,
+        fence=fence,
+        fence_source=None if fence is None else source,
+        config=config,
+        seed=options.seed,
     )
 
 

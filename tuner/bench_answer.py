@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, Slo
+from tuner.elsewhere.stage import Axis
 from tuner.ladder_answer import AnswerVerdict, LadderAnswer
 from tuner.load.workload import Workload
-from tuner.records import EngineConfig, Record, StageRecord
+from tuner.records import EngineConfig, Estimate, Record, StageRecord
 
 UNKNOWN_ENGINE = "unknown"
 
@@ -53,6 +54,12 @@ class BenchAnswer(LadderAnswer):
     operating_point: OperatingPoint | None
     """The stage of most throughput left of the knee and inside the SLO."""
 
+    safe_rate_rps: Estimate | None = None
+    """The highest rate of arrivals shown to stay inside the SLO, as `Recommendation.safe_rate_rps`."""
+
+    axis: Axis = Axis.CONCURRENCY
+    """What the finding's loads are."""
+
     fence: int | None
     fence_source: Literal["told", "given", "recognised"] | None
     """Whether the server told its fence, the user gave it, or running and waiting requests showed it."""
@@ -77,26 +84,29 @@ class BenchAnswer(LadderAnswer):
 
 def headline(answer: BenchAnswer) -> str:
     """The verdict in one sentence."""
-    finding = answer.finding
-    climbed = [stage.load for stage in answer.stages if not stage.fenced]
+    finding, text = answer.finding, answer.axis.text
+    is_open = answer.axis is Axis.REQUEST_RATE
+    climbed = [stage.load for stage in answer.stages if not stage.fenced and (stage.loop == "open") is is_open]
     match answer.verdict:
         case AnswerVerdict.RESOLVED:
-            between = "" if finding.interval is None else f" ({finding.interval[0]:g} to {finding.interval[1]:g})"
-            return f"the knee is at {finding.load:g} concurrent requests{between}"
+            between = "" if finding.interval is None else f" ({finding.interval[0]:.3g} to {finding.interval[1]:.3g})"
+            return f"the knee is at {text(finding.load or 0.0)}{between}"
         case AnswerVerdict.FENCED:
             return f"throughput still rises at the fence of {answer.fence}: a limit of the server, not its knee"
         case AnswerVerdict.NOT_REACHED:
-            return f"no knee up to {max(climbed, default=0):g} concurrent requests"
+            return f"no knee up to {text(max(climbed, default=0))}"
         case AnswerVerdict.ALREADY_SATURATED:
-            return f"saturated from {min(climbed, default=0):g} concurrent requests on"
+            return f"saturated from {text(min(climbed, default=0))} on"
         case AnswerVerdict.TOO_FEW_STAGES:
             return f"too few valid stages to look for a knee: {sum(stage.valid for stage in answer.stages)}"
         case AnswerVerdict.SLO_INFEASIBLE:
-            return f"the knee is at {finding.load:g}, and no stage left of it is known to be inside the SLO"
+            return f"the knee is at {text(finding.load or 0.0)}, and no stage left of it is known to be inside the SLO"
 
 
 def next_move(answer: BenchAnswer) -> str:
     """What to do with the answer."""
+    if answer.axis is Axis.REQUEST_RATE:
+        return _next_rate(answer)
     point = answer.operating_point
     match answer.verdict:
         case AnswerVerdict.RESOLVED if point is not None:
@@ -111,3 +121,12 @@ def next_move(answer: BenchAnswer) -> str:
             return "send shorter requests (--workload), or give the server more hardware"
         case AnswerVerdict.TOO_FEW_STAGES:
             return "see above why stages were left out, and give them more time: --time"
+
+
+def _next_rate(answer: BenchAnswer) -> str:
+    safe = answer.safe_rate_rps
+    if safe is None:
+        return "try lower rates, or give limits: --rates, --slo-ttft-p95, --slo-itl-p95"
+    if safe.high is None:
+        return f"try rates above {safe.value:.3g}: every one so far is safe"
+    return f"let no more than {safe.value:.3g} requests/s in, at the gateway"

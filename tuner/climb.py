@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ import uvloop
 from tuner.analysis.slo import derive_slo
 from tuner.job import MeasureSpec
 from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
+from tuner.load.arrivals import OpenArrivals, Poisson, Replayed
+from tuner.load.traces import read_trace
 from tuner.load.workload import Workload
+from tuner.measure import saturation
 from tuner.measure.stage import StageSpec, Target, measure_stage
 from tuner.records import StageKind, StageRecord
 from tuner.store import keep_stage
@@ -32,6 +36,20 @@ MAX_TURN_S = 20.0
 """But no crowd is waited for longer. Unit: seconds."""
 
 
+POISSON = Poisson(kind="poisson")
+RATE_REQUESTS = 2
+"""A stage under a rate is judged by its p95s alone: it has so many times the requests that they need."""
+
+RATE_MARGIN = 1.5
+"""Arrivals come as they please, and a start-up transient is cut off: time for so many times the requests."""
+
+MOST_RATE_STAGE_S = 600.0
+"""But no rate is waited for longer. Unit: seconds."""
+
+RATE_STAGE_S = 1.2 * saturation.FEWEST_S
+"""Shortest time that is allowed to a stage under a rate. Unit: seconds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
     """What is measured on one running engine, and how."""
@@ -40,6 +58,9 @@ class Climb:
     workload: Workload
     burst: Workload
     """What a stage of kind `burst` sends instead."""
+
+    arrivals: OpenArrivals = POISSON
+    """How requests come in a stage under a rate, unless the workload says itself."""
 
     measure: MeasureSpec
     entropy: tuple[int, int]
@@ -86,21 +107,24 @@ def stalled(stages: Sequence[StageRecord]) -> bool:
 
 def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:
     """How long a stage may take and how much it must see, by what the stages before it have shown."""
+    if step.kind is StageKind.RATE:
+        return _rate_spec(task, step, index=len(stages))
     measure, index = task.measure, len(stages)
     workload = task.burst if step.kind is StageKind.BURST else task.workload
     longer = workload.mean_request_tokens / task.workload.mean_request_tokens
     rate_rps = _request_rate_rps(task, stages)
-    turn_s = min(longer * step.load / rate_rps, MAX_TURN_S)
+    users = int(step.load)
+    turn_s = min(longer * users / rate_rps, MAX_TURN_S)
     min_requests = measure.min_requests
     if step.kind is StageKind.LADDER:
-        min_requests = min(min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * step.load))
+        min_requests = min(min_requests, max(FEWEST_REQUESTS, REQUESTS_PER_USER * users))
     enough_s = min(longer * min_requests / rate_rps, MAX_STRETCH * measure.max_time)
     return StageSpec(
         index=index,
         kind=step.kind,
-        load=step.load,
+        load=users,
         # No load is above a fence that is not known.
-        max_num_seqs=step.load if task.fence is None else task.fence,
+        max_num_seqs=users if task.fence is None else task.fence,
         workload=workload,
         entropy=(*task.entropy, index),
         min_requests=min_requests,
@@ -110,6 +134,36 @@ def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
         target_relative_half_width=measure.precision,
         limits=task.plan.slo or derive_slo(stages),
     )
+
+
+def _rate_spec(task: Climb, step: LadderStep, *, index: int) -> StageSpec:
+    """A stage under a rate lasts long enough to tell a queue that grows without end; a trace lasts as long as it is."""
+    workload, measure = task.workload, task.measure
+    if workload.loop != "open":
+        workload = workload.model_copy(update={"arrivals": task.arrivals})
+    max_s = rate_stage_s(measure, rate_rps=step.load)
+    if isinstance(workload.arrivals, Replayed) and workload.trace is not None:
+        max_s += len(read_trace(workload.trace).rows) / step.load
+    return StageSpec(
+        index=index,
+        kind=step.kind,
+        load=step.load,
+        max_num_seqs=sys.maxsize if task.fence is None else task.fence,
+        workload=workload,
+        entropy=(*task.entropy, index),
+        min_requests=RATE_REQUESTS * measure.min_requests,
+        min_s=max(measure.min_time, saturation.FEWEST_S),
+        max_s=max_s,
+        max_warm_up_s=measure.max_warm_up,
+        # Its throughput is the rate it was given; how random arrivals scatter around it is no reason to go on.
+        target_relative_half_width=math.inf,
+    )
+
+
+def rate_stage_s(measure: MeasureSpec, *, rate_rps: float) -> float:
+    """Longest time a stage under this rate is measured: so long that its p95s have intervals. Unit: seconds."""
+    enough_s = RATE_MARGIN * RATE_REQUESTS * measure.min_requests / rate_rps
+    return max(measure.max_time, RATE_STAGE_S, min(enough_s, MOST_RATE_STAGE_S))
 
 
 def _request_rate_rps(task: Climb, stages: Sequence[StageRecord]) -> float:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from tuner.analysis.combine import ratio
 from tuner.analysis.noise import launch_noise
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, judge_burst
-from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective, stages_of
+from tuner.analysis.rates import RateSearch
+from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective, ConfirmedRate, stages_of
 from tuner.answer import Slo
+from tuner.job import TuningJob
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
 from tuner.oom_lessons import ruled_out
-from tuner.planning import MAX_PROTECTIVE_LAUNCHES
+from tuner.planning import MAX_PROTECTIVE_LAUNCHES, SAFE_RATE_STAGES, SAFE_RATE_STEP, safe_rate_s
 from tuner.records import EngineConfig, Estimate, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore, read_requests
 from tuner.wording import config_text
@@ -97,6 +99,34 @@ def _stands(
 
 def _throughputs(trials: Sequence[TrialRecord]) -> list[Estimate]:
     return [stage.output_throughput for stage in stages_of(trials, StageKind.OPERATING)]
+
+
+def measure_safe_rate(
+    choice: ProductionChoice, pair: ConfirmedPair, slo: Slo, job: TuningJob, launches: Launches
+) -> ConfirmedRate | None:
+    """Launch production once more and send it requests at a rate: the highest that stays inside the limits.
+
+    Returns:
+        None where the job's time does not allow it, or production's own launches gave no rate to begin from.
+    """
+    stages = stages_of(pair.production, StageKind.OPERATING)
+    if not stages:
+        return None
+    start_s = max(trial.start_s for trial in pair.production)
+    ceiling_rps = sum(stage.request_throughput_rps for stage in stages) / len(stages)
+    needed_s, left_s = safe_rate_s(job, start_s=start_s, rate_rps=ceiling_rps), launches.seconds_left()
+    if left_s < needed_s:
+        launches.note(f"no time for a safe rate: it takes about {needed_s:.0f} s, {left_s:.0f} s are left")
+        return None
+    search = RateSearch(
+        slo=slo,
+        ceiling_rps=ceiling_rps,
+        most_stages=SAFE_RATE_STAGES,
+        relative_step=SAFE_RATE_STEP,
+    )
+    launches.expect(1)
+    trial = launches.run(TrialRole.SAFE_RATE, choice.config, origin="production", plan=search)
+    return ConfirmedRate(trial=trial, search=search)
 
 
 def try_protective(

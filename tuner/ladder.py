@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
 from tuner.analysis.knee import find_knee, past_the_knee, points_of, suggest_bisection
+from tuner.analysis.rates import RateSearch
 from tuner.analysis.slo import derive_slo, load_left_of, slo_boundary
 from tuner.answer import Slo
 from tuner.records import Record, StageKind, StageRecord
@@ -25,7 +26,8 @@ class LadderStep(Record):
     """One stage to measure."""
 
     kind: StageKind
-    load: int
+    load: int | float
+    """As `StageRecord.load`: users, or requests per second."""
 
 
 class Ladder(Record):
@@ -57,7 +59,7 @@ class FixedSteps(Record):
     """Limits in force: a stage goes on while it is open whether it meets them."""
 
 
-Plan = Ladder | FixedSteps
+Plan = Ladder | FixedSteps | RateSearch
 
 
 def next_step(plan: Plan, stages: Sequence[StageRecord]) -> LadderStep | None:
@@ -66,6 +68,9 @@ def next_step(plan: Plan, stages: Sequence[StageRecord]) -> LadderStep | None:
     An invalid stage is repeated once, then left out; an overload is not repeated: that an engine cannot settle past its
     fence is the finding.
     """
+    if isinstance(plan, RateSearch):
+        rate_rps = plan.so_far(stages).next_rps
+        return None if rate_rps is None else LadderStep(kind=StageKind.RATE, load=rate_rps)
     repeat = _repeat_of_invalid(stages)
     if repeat is not None:
         return repeat
@@ -87,6 +92,8 @@ def most_stages(plan: Plan) -> int:
     match plan:
         case FixedSteps():
             return len(plan.steps)
+        case RateSearch():
+            return plan.most_stages
         case Ladder():
             return len(rungs(plan.max_num_seqs, plan.max_load)) + MOST_BETWEEN_RUNGS + 1
 

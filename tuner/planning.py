@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tuner.climb import rate_stage_s
 from tuner.engines import builtin
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, most_stages
@@ -26,6 +27,12 @@ MAX_PROTECTIVE_LAUNCHES = 2
 
 PROTECTIVE_STAGES = 2
 """The operating point and the burst."""
+
+SAFE_RATE_STAGES = 4
+"""Rates of arrivals that production is tried with, on one launch."""
+
+SAFE_RATE_STEP = 0.1
+"""A safe and an unsafe rate closer than this are close enough in a tuning job."""
 
 
 class ParameterPlan(Record):
@@ -76,10 +83,11 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
     impossible = tuple(reason for reason in reasons if reason is not None)
     num_possible = len(reasons) - len(impossible)
     study = min(job.budget.trials, num_possible)
-    confirmations = CONFIRMATION_LAUNCHES + MAX_PROTECTIVE_LAUNCHES
+    confirmations = CONFIRMATION_LAUNCHES + MAX_PROTECTIVE_LAUNCHES + 1
     fence = max(job.config(values).fence for values in combinations(job.search_space))
     ladder_stages = most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load))
     confirming_stages = CONFIRMATION_LAUNCHES * CONFIRMATION_STAGES + MAX_PROTECTIVE_LAUNCHES * PROTECTIVE_STAGES
+    confirming_stages += SAFE_RATE_STAGES
     # The first ladder is climbed alone: the others need what it tells.
     turns = min(study, 1 + math.ceil((study - 1) / placement.parallel_trials))
     start_s = (turns + confirmations) * ASSUMED_START_S
@@ -109,6 +117,18 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
 def longest_stage_s(job: TuningJob) -> float:
     """Warm-up and measurement of one stage at their limits. Unit: seconds."""
     return job.measure.max_warm_up + job.measure.max_time
+
+
+def safe_rate_s(job: TuningJob, *, start_s: float, rate_rps: float = math.inf) -> float:
+    """What the safe rate's launch usually takes: stages under a rate rarely use half of their longest warm-up.
+
+    Args:
+        job: with how long its stages may take.
+        start_s: of one engine.
+        rate_rps: what the closed loop brings; inf where it is not known yet.
+    """
+    stage_s = job.measure.max_warm_up / 2 + rate_stage_s(job.measure, rate_rps=rate_rps)
+    return start_s + SAFE_RATE_STAGES * stage_s
 
 
 def default_values(job: TuningJob) -> SearchedValues:

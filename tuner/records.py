@@ -399,6 +399,8 @@ class TrialRole(StrEnum):
     CONFIRM_PRODUCTION = "confirm_production"
     CONFIRM_BASELINE = "confirm_baseline"
     CONFIRM_PROTECTIVE = "confirm_protective"
+    SAFE_RATE = "safe_rate"
+    """Production under requests that come at a rate."""
 
 
 class TrialRecord(Record):

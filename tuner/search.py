@@ -23,6 +23,7 @@ from tuner.planning import (
     cautious_values,
     default_values,
     longest_stage_s,
+    safe_rate_s,
 )
 from tuner.records import SAYS_NOTHING, EngineConfig, Failed, FailureKind, TrialRecord, TrialRole
 from tuner.space import broken_condition, broken_rule
@@ -256,6 +257,7 @@ def _has_time(job: TuningJob, launches: Launches) -> bool:
     stage_s = longest_stage_s(job) if mean_s is None else STAGE_RESERVE * mean_s
     confirmation_s = CONFIRMATION_LAUNCHES * (start_s + CONFIRMATION_STAGES * stage_s)
     confirmation_s += MAX_PROTECTIVE_LAUNCHES * (start_s + PROTECTIVE_STAGES * stage_s)
+    confirmation_s += safe_rate_s(job, start_s=start_s)
     return ladder_s + confirmation_s <= launches.seconds_left()
 
 

@@ -244,7 +244,7 @@ def _write_part(folder: Path, stage: StageRecord, rows: list[dict[str, Any]], *,
 
     folder.mkdir(exist_ok=True)
     table = pd.DataFrame(rows)
-    known = {"stage": stage.index, "kind": stage.kind.value, "load": stage.load}
+    known = {"stage": stage.index, "kind": stage.kind.value, "load": float(stage.load)}
     kinds = {name: "string" if name in text else "float64" for name in table if table[name].dtype == object}
     table.astype(kinds).assign(**known).to_parquet(folder / f"stage-{stage.index:02d}.parquet")
 

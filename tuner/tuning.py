@@ -10,7 +10,7 @@ from tuner.analysis.explanation import Wanted
 from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, run_verdict
 from tuner.analysis.recommendation import Confirmations, recommend, refutation
 from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, Slo
-from tuner.confirm import confirm_production, try_protective
+from tuner.confirm import confirm_production, measure_safe_rate, try_protective
 from tuner.job import TuningJob
 from tuner.launches import Launches
 from tuner.oom_lessons import ShareCeiling, ruled_out, share_ceiling
@@ -80,6 +80,10 @@ def _decide(
         confirmations = _confirm(job, searched, choice, slo, defaults, launches)
     if slo is not None and launches.full_device is None:
         confirmations = _protect(job, store, launches, slo, defaults, searched, confirmations)
+    choice, pair = confirmations.choice, confirmations.pair
+    if slo is not None and choice is not None and pair is not None and launches.full_device is None:
+        rate = measure_safe_rate(choice, pair, slo, job, launches)
+        confirmations = replace(confirmations, rate=rate)
     if launches.full_devices:
         texts = (device.text for device in launches.full_devices)
         confirmations = replace(confirmations, setbacks=(*confirmations.setbacks, *texts))

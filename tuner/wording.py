@@ -114,6 +114,12 @@ def held(capacity: Capacity) -> str:
     return f"{said}, and up to {number(capacity.rate_rps)} requests/s ({_attained(capacity.rate_share)})"
 
 
+def safe_rate(rate_rps: Estimate) -> str:
+    """The safe rate, and the rate above it that was not."""
+    above = "the highest that was tried" if rate_rps.high is None else f"{number(rate_rps.high)} was not safe"
+    return f"{number(rate_rps.value)} requests/s; {above}"
+
+
 def _attained(share_inside: Estimate) -> str:
     return f"{share(share_inside.value)}, between {interval(share_inside, share).replace(' to ', ' and ')}"
 

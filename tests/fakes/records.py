@@ -143,6 +143,15 @@ def stage(
     )
 
 
+def rate_stage(config: EngineConfig, rate_rps: float, *, index: int = 0) -> StageRecord:
+    """One stage of Poisson arrivals at `config`'s fence; from 0.9 of what its closed loop brings on queues grow."""
+    ceiling_rps = stage(config, config.fence).request_throughput_rps
+    grows = rate_rps > 0.9 * ceiling_rps
+    made = stage(config, max(1, int(config.fence * rate_rps / ceiling_rps)), index=index)
+    tail = {"ttft_p95_ms": estimate(1e5), "ended_by": "oversaturated"} if grows else {"ttft_p95_ms": estimate(100.0)}
+    return made.model_copy(update={"kind": StageKind.RATE, "load": rate_rps, "loop": "open", **tail})
+
+
 def facts(config: EngineConfig) -> EngineFacts:
     """What an engine started with `config` says of itself."""
     reserved = int(config.gpu_memory_utilization * DEVICE_BYTES)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tests.fakes.records import facts, stage
+from tests.fakes.records import facts, rate_stage, stage
 from tuner.engines.device_return import DeviceFull
-from tuner.ladder import next_step
+from tuner.ladder import LadderStep, next_step
 from tuner.measure.stage import MeasuredStage
-from tuner.records import Failed, Measured, RequestRecord, StageRecord, TrialRecord
+from tuner.records import Failed, Measured, RequestRecord, StageKind, StageRecord, TrialRecord
 from tuner.store import keep_stage
 from tuner.trial import TrialEvent, TrialSpec, WorkerLost
 
@@ -89,7 +89,7 @@ class FakeWorkers:
         stages = list(spec.kept_stages)
         if failed is None:
             while (step := next_step(spec.plan, stages)) is not None:
-                made = self._reshape(stage(spec.config, step.load, index=len(stages), kind=step.kind))
+                made = self._made(spec, step, index=len(stages))
                 stages.append(made)
                 self.stages_made.append((spec.number, made.index))
                 keep_stage(spec.directory, MeasuredStage(record=made, requests=(_request(),), samples=()))
@@ -109,6 +109,11 @@ class FakeWorkers:
             measure_s=sum(each.wall_s for each in stages),
             wall_s=2.0,
         )
+
+    def _made(self, spec: TrialSpec, step: LadderStep, *, index: int) -> StageRecord:
+        if step.kind is StageKind.RATE:
+            return rate_stage(spec.config, step.load, index=index)
+        return self._reshape(stage(spec.config, int(step.load), index=index, kind=step.kind))
 
 
 def _request() -> RequestRecord:

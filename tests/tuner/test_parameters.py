@@ -182,7 +182,10 @@ def test_what_breaks_a_condition_is_planned_as_impossible_and_never_launched(tmp
         (_space("__import__('os').system('true')"), "not part of the language"),
         (_space("watermark > 0.1"), "'watermark > 0.1' looks at watermark, which is neither searched nor fixed"),
         (_space("dtype > 3"), "the condition 'dtype > 3' cannot be evaluated at dtype=auto"),
-        (_space("max_num_seqs > 64"), "no setting of 8 can work: change choices; of the first, the condition 'max_num_seqs > 64'"),
+        (
+            _space("max_num_seqs > 64"),
+            "no setting of 8 can work: change choices; of the first, the condition 'max_num_seqs > 64'",
+        ),
         (_space(max_num_active_seqs=[128]), "max_num_active_seqs=128 is above max_num_seqs"),
         (_space(start={"watermark": 0.1}), "cautious_start.watermark: it is not among the searched"),
         (_space(watermark=[0.1], start={"watermark": 2.0}), "watermark=2.0: it should be less than 1"),

@@ -22,8 +22,9 @@ from tuner.answer import Recommendation, RunVerdict
 from tuner.job import load_job
 from tuner.launches import Launches
 from tuner.measure.stage import MeasuredStage
+from tuner.planning import SAFE_RATE_STAGES
 from tuner.progress import Clock
-from tuner.records import EngineConfig, Failed, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import EngineConfig, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import AskedTrial, RunStore, keep_stage
 from tuner.study import STUDY_NAME
 from tuner.trial import TrialEvent, TrialSpec
@@ -182,7 +183,7 @@ def test_protective_is_below_production_and_was_tried_with_the_burst(tmp_path: P
     )
     assert answer.protective.burst is not None
     assert answer.protective.burst.load == math.ceil(2 * (answer.knee.load or 0))
-    assert store.trials()[-1].role is TrialRole.CONFIRM_PROTECTIVE
+    assert TrialRole.CONFIRM_PROTECTIVE in {trial.role for trial in store.trials()}
 
 
 def test_a_selection_never_reports_the_figure_it_was_won_with(tmp_path: Path) -> None:
@@ -577,3 +578,30 @@ def test_a_failure_on_a_device_that_stays_full_is_not_retried_there(tmp_path: Pa
     answer, _, workers = _run(tmp_path, reshape=_saturating, fails=lambda _: clash, fills_in=0)
     assert len(workers.launched) == 1
     assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
+
+
+def test_production_is_tried_with_arrivals_at_a_rate(tmp_path: Path) -> None:
+    """Who puts production behind an open door knows which rate it holds, and that the closed loop's is too much."""
+    answer, store, _ = _run(tmp_path, reshape=_saturating)
+    assert answer.production is not None
+    safe = answer.safe_rate_rps
+    assert safe is not None
+    assert safe.high is not None
+    (trial,) = [trial for trial in store.trials() if trial.role is TrialRole.SAFE_RATE]
+    assert trial.config == answer.production.config
+    assert isinstance(trial.outcome, Measured)
+    assert {stage.kind for stage in trial.outcome.stages} == {StageKind.RATE}
+    assert len(trial.outcome.stages) <= SAFE_RATE_STAGES
+    assert safe.value in {stage.load for stage in trial.outcome.stages}
+    tokens = next(stage for stage in trial.outcome.stages if stage.load == safe.value).mean_output_tokens
+    assert safe.value < answer.production.operating_point.output_throughput.value / tokens
+    assert not any("safe rate" in warning for warning in answer.warnings)
+
+
+def test_a_job_without_time_for_it_says_that_no_safe_rate_was_measured(tmp_path: Path) -> None:
+    """The budget is kept, and nobody takes the closed loop's rate for a safe one."""
+    answer, store, _ = _run(tmp_path, reshape=_saturating, over={"budget": {"time": "30s"}})
+    assert answer.production is not None
+    assert answer.safe_rate_rps is None
+    assert any("no safe rate was measured" in warning for warning in answer.warnings)
+    assert not [trial for trial in store.trials() if trial.role is TrialRole.SAFE_RATE]

@@ -9,10 +9,12 @@ from typing import Literal
 from tuner.analysis.combine import operating_point_of
 from tuner.analysis.diagnosis import diagnose
 from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
-from tuner.analysis.knee import find_knee, points_of
+from tuner.analysis.knee import find_knee, point_of, points_of
+from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
+from tuner.analysis.rates import safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
 from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, Slo
-from tuner.records import EngineConfig, StageRecord
+from tuner.records import EngineConfig, Estimate, StageRecord
 
 FenceSource = Literal["told", "given", "recognised"]
 
@@ -40,36 +42,57 @@ class Benched:
 
     slo: Slo | None
     operating_point: OperatingPoint | None
+    safe_rate_rps: Estimate | None
+    """None where no rate was tried, or none was shown to be safe."""
+
     fence: int | None
     fence_source: FenceSource | None
     warnings: tuple[str, ...]
 
 
 def conclude(stages: Sequence[StageRecord], asked: Asked) -> Benched:
-    """Find the fence, the knee and the operating point, and say what was not known."""
+    """Find the fence, the knee, the operating point and the safe rate, and say what was not known.
+
+    The knee is one of users where any were measured, else one of rates.
+    """
     fence, source = asked.fence, asked.fence_source
+    closed = [stage for stage in stages if stage.loop == "closed"]
+    rated = [stage for stage in stages if stage.loop == "open"]
     if fence is None:
-        fence = recognised_fence(stages)
+        fence = recognised_fence(closed)
         source = None if fence is None else "recognised"
-        stages = fenced_beyond(stages, fence)
-    finding = find_knee(points_of(stages), fence=fence, seed=asked.seed)
+        closed = fenced_beyond(closed, fence)
+    if rated and not closed:
+        points = [OpenLoopPoint(point=point_of(s), request_throughput_rps=s.request_throughput_rps) for s in rated]
+        finding, _ = find_open_loop_knee(points, fence=fence, seed=asked.seed)
+    else:
+        finding = find_knee(points_of(closed), fence=fence, seed=asked.seed)
     because: tuple[str, ...] = ()
-    if asked.config is not None:
-        diagnosed = diagnose(stages, finding, asked.config)
+    if asked.config is not None and closed:
+        diagnosed = diagnose(closed, finding, asked.config)
         finding, because = finding.model_copy(update={"binding": diagnosed.binding}), diagnosed.evidence
-    slo = _slo(stages, asked)
-    point = None if slo is None else operating_point(stages, finding, slo, has_headroom=may_keep_headroom)
-    warnings = (*_fence_warnings(stages, fence, source), *_slo_warnings(slo, point), *_unknown(stages))
+    slo = _slo(closed, asked)
+    point = None if slo is None else operating_point(closed, finding, slo, has_headroom=may_keep_headroom)
+    warnings = [*finding.warnings, *_fence_warnings(closed, fence, source), *_unknown(stages)]
+    warnings += [] if rated and not closed else _slo_warnings(slo, point)
+    warnings += _rate_warnings(rated, slo)
     return Benched(
-        stages=tuple(stages),
+        stages=tuple(sorted([*closed, *rated], key=lambda stage: stage.index)),
         finding=finding,
         because=because,
         slo=slo,
         operating_point=None if point is None else operating_point_of([point]),
+        safe_rate_rps=None if slo is None else safe_rate_found(rated, slo),
         fence=fence,
         fence_source=source,
-        warnings=(*finding.warnings, *warnings),
+        warnings=tuple(warnings),
     )
+
+
+def ceiling_rps(stages: Sequence[StageRecord]) -> float | None:
+    """The most requests per second that users who wait got out of the server; None where no stage was valid."""
+    rates = [stage.request_throughput_rps for stage in stages if stage.loop == "closed" and stage.valid]
+    return max((rate for rate in rates if rate > 0), default=None)
 
 
 def _slo(stages: Sequence[StageRecord], asked: Asked) -> Slo | None:
@@ -104,6 +127,14 @@ def _slo_warnings(slo: Slo | None, point: StageRecord | None) -> Iterator[str]:
         yield "no stage left of the knee is inside the SLO with samples enough to prove it"
     elif point.num_preemptions is None or point.kv_cache_usage_peak is None:
         yield f"the headroom of load {point.load} is not proven: preemptions or KV use are not known"
+
+
+def _rate_warnings(rated: Sequence[StageRecord], slo: Slo | None) -> Iterator[str]:
+    if rated and slo is None:
+        yield "no rate can be called safe without an SLO: give --slo-ttft-p95 and --slo-itl-p95"
+    elif rated and slo is not None and safe_rate_found(rated, slo) is None:
+        lowest = min(stage.load for stage in rated)
+        yield f"no rate of arrivals was shown to be safe, down to {lowest:.3g} requests/s"
 
 
 def _unknown(stages: Sequence[StageRecord]) -> Iterator[str]:

@@ -75,7 +75,7 @@ class LadderPoint:
 
 def points_of(stages: Sequence[StageRecord]) -> list[LadderPoint]:
     """The stages that belong to a ladder; operating, double and burst stages answer other questions."""
-    return [_point_of(stage) for stage in stages if stage.kind in CLIMB_KINDS or stage.kind is StageKind.OVERLOAD]
+    return [point_of(stage) for stage in stages if stage.kind in CLIMB_KINDS or stage.kind is StageKind.OVERLOAD]
 
 
 def find_knee(
@@ -172,12 +172,14 @@ def past_the_knee(points: Sequence[LadderPoint]) -> bool:
     return bool(power[-1] - power.max() < math.log(_PAST_POWER) and gain < math.log2(SMALL_GAIN_PER_DOUBLING))
 
 
-def _point_of(stage: StageRecord) -> LadderPoint:
+def point_of(stage: StageRecord) -> LadderPoint:
+    """A stage as a point: of users, or of a rate with what it kept in flight."""
     throughput = stage.output_throughput
     known = throughput.low is not None and throughput.high is not None
     return LadderPoint(
-        load=stage.load,
+        load=stage.mean_in_flight if stage.loop == "open" else stage.load,
         throughput=throughput.value,
+        rate_rps=stage.load if stage.loop == "open" else None,
         throughput_half_width=((throughput.high or 0.0) - (throughput.low or 0.0)) / 2 if known else None,
         ttft_p95_ms=stage.ttft_p95_ms.value,
         itl_p95_ms=stage.itl_p95_ms.value,

@@ -10,6 +10,7 @@ from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_
 from tuner.analysis.noise import launch_noise
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
+from tuner.analysis.rates import RateSearch, safe_rate_found
 from tuner.analysis.slo import KV_HEADROOM
 from tuner.answer import (
     Baseline,
@@ -44,6 +45,19 @@ class ConfirmedProtective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedRate:
+    """Production under requests that came at a rate."""
+
+    trial: TrialRecord
+    search: RateSearch
+
+    @property
+    def stages(self) -> tuple[StageRecord, ...]:
+        """The rates that were tried; none where the launch failed."""
+        return self.trial.outcome.stages if self.trial.outcome.outcome == "measured" else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmations:
     """What the launches after the search showed."""
 
@@ -54,6 +68,7 @@ class Confirmations:
     """The launches that re-measured it."""
 
     protective: ConfirmedProtective | None = None
+    rate: ConfirmedRate | None = None
     setbacks: tuple[str, ...] = ()
     """Choices that their own launches refuted, and candidates that failed: a sentence each."""
 
@@ -108,6 +123,8 @@ def recommend(
     production_profile = None if choice is None else _production(choice, confirmations.pair, noise)
     protective_profile = None if protective is None else _protective(protective, confirmations.pair)
     verdict, reason = _verdict(finding, choice, production_profile, confirmations.setbacks)
+    rate = confirmations.rate
+    safe_rate_rps = None if rate is None else safe_rate_found(rate.stages, rate.search.slo)
     diagnosis = diagnosis_of(choice, trials, production_profile, protective_profile, slo, requests.mix)
     simulated = provenance.simulated or any(
         trial.outcome.facts.simulated for trial in trials if trial.outcome.outcome == "measured"
@@ -124,7 +141,8 @@ def recommend(
         baseline=_baseline(trials, defaults, confirmations.pair, noise),
         pareto=pareto_front(trials),
         launch_noise=noise,
-        capacity=capacity_of(production_profile, choice, slo, requests, wanted),
+        safe_rate_rps=safe_rate_rps,
+        capacity=capacity_of(production_profile, choice, slo, requests, wanted, safe_rate_rps),
         least_violating_trial=finding.least_violating_trial,
         num_trials=len(trials),
         num_failed=sum(trial.outcome.outcome == "failed" for trial in trials),
@@ -136,6 +154,7 @@ def recommend(
             *_failed_defaults(trials, defaults),
             *_crashes(trials, (production_profile, protective_profile)),
             *_warnings(production_profile, protective_profile),
+            *([] if production_profile is None or safe_rate_rps is not None else [_no_safe_rate(rate)]),
         ),
     )
 
@@ -285,9 +304,15 @@ def _warnings(production: Profile | None, protective: Profile | None) -> list[st
         found.append(f"protective did not hold under the burst: {'; '.join(protective.burst.reasons)}")
     if production is not None and protective is None:
         found.append("there is no protective profile")
-    if production is not None:
-        found.append("no safe rate was measured: an open loop needs headroom below these closed-loop figures")
     return found
+
+
+def _no_safe_rate(rate: ConfirmedRate | None) -> str:
+    """Why there is none, and what that means."""
+    tried = [stage.load for stage in rate.stages] if rate is not None else []
+    if tried:
+        return f"no rate of arrivals was shown to be safe, down to {min(tried):.3g} requests/s"
+    return "no safe rate was measured: an open loop needs headroom below these closed-loop figures"
 
 
 def _failed_defaults(trials: Sequence[TrialRecord], defaults: EngineConfig) -> list[str]:

@@ -15,6 +15,7 @@ from tuner.bench import BenchOptions, run_bench, write_answer
 from tuner.bench_answer import BenchAnswer
 from tuner.commands.bench_lines import answer_lines
 from tuner.commands.watch import stage_text
+from tuner.elsewhere.stage import Axis
 from tuner.inputs import InputError, read_yaml, validated
 from tuner.ladder_answer import AnswerVerdict
 from tuner.load.connection import Endpoint
@@ -37,6 +38,11 @@ def bench(
     ),
     max_load: Annotated[int, typer.Option(help="Most concurrent requests to try.")] = 1024,
     loads: Annotated[str | None, typer.Option(help="Measure just these loads: 1,4,16.")] = None,
+    rates: Annotated[str | None, typer.Option(help="Measure just these rates, in requests/s: 1,2,4.5.")] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(help="Look for the safe rate too, requests coming `poisson` or `constant`ly."),
+    ] = None,
     slo_ttft_p95: Annotated[str | None, typer.Option(help="Limit on p95 time to first token, such as 500ms.")] = None,
     slo_itl_p95: Annotated[str | None, typer.Option(help="Limit on p95 inter-token latency, such as 50ms.")] = None,
     time: Annotated[str, typer.Option(help="Longest a stage is measured, and warmed up.")] = "30s",
@@ -57,6 +63,8 @@ def bench(
         workload=workload,
         max_load=max_load,
         loads=loads,
+        rates=rates,
+        arrivals=arrivals,
         slo_ttft_p95=slo_ttft_p95,
         slo_itl_p95=slo_itl_p95,
         measure={"max_time": time, "max_warm_up": time},
@@ -77,10 +85,11 @@ def bench(
 
 
 def _options(**given: object) -> BenchOptions:
-    loads = given.pop("loads")
     given["workload"] = _workload(str(given["workload"]))
-    if loads is not None:
-        given["loads"] = tuple(part.strip() for part in str(loads).split(",") if part.strip())
+    for name in ("loads", "rates"):
+        listed = given.pop(name)
+        if listed is not None:
+            given[name] = tuple(part.strip() for part in str(listed).split(",") if part.strip())
     return validated(BenchOptions, given, where="kneetune bench")
 
 
@@ -132,8 +141,9 @@ def _write(directory: Path, answer: BenchAnswer) -> None:
 
 
 def _exit_code(answer: BenchAnswer) -> int:
-    """0 with a knee, 1 with another answer; 130 where it was interrupted before anything could be said."""
-    if answer.verdict is AnswerVerdict.RESOLVED:
+    """0 with a knee, or a safe rate where rates were asked for; 1 with another answer; 130 where none can be given."""
+    found_rate = answer.axis is Axis.REQUEST_RATE and answer.safe_rate_rps is not None
+    if answer.verdict is AnswerVerdict.RESOLVED or found_rate:
         return 0
     return 130 if answer.interrupted and not has_answer(answer.finding) else 1
 

@@ -8,6 +8,7 @@ from tuner import wording
 from tuner.answer import CrossChecks
 from tuner.bench_answer import BenchAnswer, headline, next_move
 from tuner.commands.words import duration_text, estimate_text, milliseconds_text
+from tuner.elsewhere.stage import Axis
 from tuner.ladder_answer import AnswerVerdict
 
 
@@ -18,9 +19,13 @@ def answer_lines(answer: BenchAnswer, directory: Path) -> list[str]:
         lines.append(f"bound by    {answer.finding.binding or 'unknown'}")
     lines += [f"because     {sentence}" for sentence in answer.because]
     lines += [f"seen        {signal}" for signal in answer.finding.signals]
-    lines += [_operating(answer), *_slo(answer)]
+    lines += [*([] if answer.axis is Axis.REQUEST_RATE else [_operating(answer)]), *_slo(answer)]
+    if answer.safe_rate_rps is not None:
+        lines.append(f"safe rate   {wording.safe_rate(answer.safe_rate_rps)}")
     if answer.finding.cautious_load is not None:
-        lines.append(f"cautious    load {answer.finding.cautious_load:g} has the most throughput per latency (r = 1)")
+        lines.append(
+            f"cautious    {answer.axis.text(answer.finding.cautious_load)} have the most throughput per latency (r = 1)"
+        )
     lines.append(f"fence       {'unknown' if answer.fence is None else f'{answer.fence}, {answer.fence_source}'}")
     lines.append(f"other rules {_checks(answer.finding.cross_checks)}")
     valid = sum(stage.valid for stage in answer.stages)

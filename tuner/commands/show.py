@@ -63,6 +63,8 @@ def answer_lines(recommendation: Recommendation, path: Path) -> list[str]:
         figures = f"p95 ITL {milliseconds_text(burst.itl_p95_ms)}, p95 TTFT {milliseconds_text(burst.ttft_p95_ms)}"
         reasons = f" ({'; '.join(burst.reasons)})" if burst.reasons else ""
         lines.append(f"burst       {burst.load} long prompts at once on protective: {held}, {figures}{reasons}")
+    if recommendation.safe_rate_rps is not None:
+        lines.append(f"safe rate   {wording.safe_rate(recommendation.safe_rate_rps)} (Poisson arrivals)")
     lines += _capacity_lines(recommendation)
     time = recommendation.time
     share = 100 * time.overhead_s / time.wall_s if time.wall_s > 0 else 0.0

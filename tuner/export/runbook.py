@@ -30,8 +30,10 @@ def rungs(recommendation: Recommendation) -> tuple[Rung, ...]:
     if production is None:
         return ()
     limit = production.operating_point.load
+    rate_rps = recommendation.safe_rate_rps
+    rate = "" if rate_rps is None else f", and arrivals to {wording.number(rate_rps.value)} requests/s, its safe rate"
     gateway = Rung(
-        f"At the gateway, hold requests in flight to {limit}, the load production was measured at; "
+        f"At the gateway, hold requests in flight to {limit}, the load production was measured at{rate}; "
         "turn long prompts away first.",
         "no restart; some requests wait or are refused",
     )

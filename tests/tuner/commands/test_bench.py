@@ -15,6 +15,8 @@ import pytest
 from tests.fakes.server import Behaviour, StubEngine, running_stub
 from tuner import __main__ as cli
 from tuner.bench_answer import BenchAnswer
+from tuner.elsewhere.stage import Axis
+from tuner.records import StageKind
 
 KEY = "sk-very-secret"
 
@@ -78,9 +80,30 @@ def test_two_runs_send_no_prompt_twice_and_keep_the_key_to_themselves(
         assert not file.is_file() or KEY.encode() not in file.read_bytes()
 
 
+def test_a_rate_that_was_asked_for_is_measured_and_called_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests come by the clock, not by users who wait, and the answer is a rate."""
+    monkeypatch.chdir(tmp_path)
+    limits = ("--slo-ttft-p95", "10s", "--slo-itl-p95", "5s")
+    with _stub() as stub:
+        code = _run(monkeypatch, stub.endpoint.url, "--workload", "chat-short", "--rates", "30", *limits, "--json")
+    answer = BenchAnswer.model_validate_json(capsys.readouterr().out)
+    assert answer.axis is Axis.REQUEST_RATE
+    assert {(stage.kind, stage.load, stage.loop) for stage in answer.stages} == {(StageKind.RATE, 30.0, "open")}
+    assert answer.knee is None
+    assert answer.operating_point is None
+    is_safe = answer.safe_rate_rps is not None and answer.safe_rate_rps.value == 30.0
+    assert is_safe == any(stage.valid for stage in answer.stages)
+    assert code == (0 if is_safe else 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (("http://127.0.0.1:1", "--rates", "0"), "rates"),
+        (("http://127.0.0.1:1", "--rates", "1", "--loads", "2"), "leave --loads out"),
+        (("http://127.0.0.1:1", "--arrivals", "sometimes"), "poisson"),
         (("https://127.0.0.1:1",), "https is not spoken"),
         (("http://user:secret@127.0.0.1:1",), "--api-key-env"),
         (("http://127.0.0.1:1", "--api-key-env", "NOT_SET"), "NOT_SET"),

@@ -1,0 +1,89 @@
+"""The safe rate, told from stages: between the last rate that held and the first that did not."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.records import CHOSEN, SLO, estimate, rate_stage, stage
+from tuner.analysis.rates import RateSearch, safe_rate_found
+from tuner.ladder import next_step
+from tuner.records import StageKind, StageRecord
+
+
+def _searched(search: RateSearch, holds_rps: float) -> list[StageRecord]:
+    """The stages of a search on an engine that holds so many requests per second."""
+    stages: list[StageRecord] = []
+    while (step := next_step(search, stages)) is not None:
+        assert step.kind is StageKind.RATE
+        made = rate_stage(CHOSEN, step.load, index=len(stages))
+        ttft = estimate(100.0 if step.load <= holds_rps else 1e5)
+        stages.append(made.model_copy(update={"ttft_p95_ms": ttft, "itl_p95_ms": estimate(20.0), "ended_by": "time"}))
+    return stages
+
+
+@given(holds=st.floats(0.2, 1.2), ceiling=st.floats(0.01, 1000.0), most=st.integers(1, 8))
+def test_the_rate_found_was_measured_safe_and_the_bracket_holds_the_truth(
+    holds: float, ceiling: float, most: int
+) -> None:
+    """The rate that is published was tried itself; the search is bounded and never above the closed loop."""
+    search = RateSearch(slo=SLO, ceiling_rps=ceiling, most_stages=most, relative_step=0.1)
+    stages = _searched(search, holds * ceiling)
+    found = safe_rate_found(stages, SLO)
+    assert 1 <= len(stages) <= most
+    assert all(stage.load <= ceiling for stage in stages)
+    if found is None:
+        assert min(stage.load for stage in stages) > holds * ceiling
+        return
+    assert found.value in {stage.load for stage in stages}
+    assert found.low == found.value <= holds * ceiling
+    assert found.high is None or found.high > holds * ceiling
+
+
+def test_a_rate_that_cannot_be_held_still_is_left_after_two_tries() -> None:
+    """A search that repeats one unsteady rate until its stages are spent finds nothing."""
+    search = RateSearch(slo=SLO, ceiling_rps=10.0, most_stages=6)
+    unsteady = rate_stage(CHOSEN, 8.0).model_copy(update={"valid": False, "invalid_reasons": ("not steady",)})
+    again = next_step(search, [unsteady])
+    assert again is not None
+    assert again.load == 8.0
+    lower = next_step(search, [unsteady, unsteady])
+    assert lower is not None
+    assert lower.load < 8.0
+
+
+def test_users_who_wait_say_nothing_of_a_rate() -> None:
+    """Closed-loop stages of the same launch are not counted as rates."""
+    search = RateSearch(slo=SLO, ceiling_rps=10.0)
+    closed = [stage(CHOSEN, load, kind=StageKind.OPERATING) for load in (8, 16)]
+    assert safe_rate_found(closed, SLO) is None
+    first = next_step(search, closed)
+    assert first is not None
+    assert first.load == 8.0
+
+
+def test_a_queue_that_grew_by_chance_gets_a_second_chance() -> None:
+    """One unlucky look at a low rate does not make every rate above it unsafe."""
+    search = RateSearch(slo=SLO, ceiling_rps=10.0, most_stages=6)
+    lucky = {"ttft_p95_ms": estimate(50.0, num_samples=20), "itl_p95_ms": estimate(20.0), "ended_by": "oversaturated"}
+    by_chance = rate_stage(CHOSEN, 2.0).model_copy(update=lucky)
+    held = rate_stage(CHOSEN, 8.0).model_copy(
+        update={"ttft_p95_ms": estimate(90.0), "itl_p95_ms": estimate(20.0), "ended_by": "time"}
+    )
+    found = safe_rate_found([by_chance, held], SLO)
+    assert found is not None
+    assert found.value == 8.0
+    assert safe_rate_found([by_chance, by_chance, held], SLO) is None
+    first = rate_stage(CHOSEN, 8.0).model_copy(update=lucky)
+    again = next_step(search, [first])
+    assert again is not None
+    assert again.load == 8.0
+
+
+def test_a_rate_with_too_few_requests_is_neither_safe_nor_unsafe() -> None:
+    """A search that took want of samples for want of speed would go down to rates that have fewer still."""
+    few = {"ttft_p95_ms": estimate(50.0, num_samples=20), "itl_p95_ms": estimate(20.0, num_samples=20)}
+    stage_ = rate_stage(CHOSEN, 8.0).model_copy(update={**few, "ended_by": "time"})
+    again = next_step(RateSearch(slo=SLO, ceiling_rps=10.0), [stage_])
+    assert again is not None
+    assert again.load == 8.0
