@@ -199,7 +199,9 @@ def _crossing(name: str, series: list[tuple[float, float | None]], limit: float)
         return SloBoundary(limit=name, inside=None, outside=known[0][0], load=None)
     for (low, before), (high, after) in pairwise(known):
         if after > limit:
-            part = math.log(limit / before) / math.log(after / before)
+            # Differences of logarithms: a ratio of figures from elsewhere may overflow.
+            rise = math.log(after) - math.log(before)
+            part = min(1.0, max(0.0, (math.log(limit) - math.log(before)) / rise))
             load = low * (high / low) ** part
             return SloBoundary(limit=name, inside=low, outside=high, load=load)
     return None

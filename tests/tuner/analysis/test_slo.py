@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.tuner.analysis.curves import climbed
@@ -174,6 +174,7 @@ def test_the_stage_asked_for_is_left_of_the_boundary() -> None:
 
 
 @given(st.lists(st.none() | st.floats(), max_size=8), st.floats(1e-3, 1e6))
+@example(values=[2.2e-308, 5.0], limit=4.0)
 def test_any_tails_have_a_boundary_or_none(values: list[float | None], limit: float) -> None:
     """Odd figures from elsewhere end in no exception, and what is interpolated lies between its stages."""
     boundary = slo_boundary(_tails(*values), ttft_p95_ms=limit)
