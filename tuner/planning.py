@@ -28,7 +28,7 @@ MAX_PROTECTIVE_LAUNCHES = 2
 PROTECTIVE_STAGES = 2
 """The operating point and the burst."""
 
-SAFE_RATE_STAGES = 4
+SAFE_RATE_STAGES = 3
 """Rates of arrivals that production is tried with, on one launch."""
 
 SAFE_RATE_STEP = 0.1
