@@ -21,6 +21,9 @@ NUM_PARTS = 10
 FEWEST_PARTS = 7
 """Parts without an ended request say nothing of TTFT; with fewer left the test has no power at 1 %."""
 
+FEWEST_ENDED = 50
+"""Five a part: with fewer, a few requests that came close together raise both series by chance."""
+
 FEWEST_S = 5.0
 FEWEST_SERVICE_LENGTHS = 2.0
 """A window is to be twice as long at least as a request is served, from its first token on, or all its parts are the
@@ -47,7 +50,7 @@ def mann_kendall_z(values: Sequence[float]) -> float:
 def is_oversaturated(log: LoadLog, window: Window) -> bool:
     """Whether the rule of this module holds in a window of an open loop."""
     ended = [record for record in finished_inside(log.records, window) if record.error is None]
-    if not ended or window.length_s < max(FEWEST_S, FEWEST_SERVICE_LENGTHS * _mean_service_s(ended)):
+    if len(ended) < FEWEST_ENDED or window.length_s < max(FEWEST_S, FEWEST_SERVICE_LENGTHS * _mean_service_s(ended)):
         return False
     edges = np.linspace(window.start_s, window.end_s, NUM_PARTS + 1)
     in_flight = [log.mean_in_flight(*map(float, part)) for part in pairwise(edges)]

@@ -65,6 +65,24 @@ def test_a_short_look_says_nothing() -> None:
     assert not is_oversaturated(served(2 * CAPACITY_RPS, 0), Window(10.0, 14.0))
 
 
+def test_a_handful_of_requests_is_no_trend() -> None:
+    """Each waits a little longer than the one before and overlaps it more: thirty such say nothing, three hundred do."""
+
+    def crowding(count: int) -> LoadLog:
+        log = LoadLog()
+        for number, at_s in enumerate(np.linspace(0.0, 20.0, count, endpoint=False).tolist()):
+            times = (at_s + 0.05 + 0.02 * at_s, at_s + 0.1 + 0.2 * at_s)
+            log.records.append(record(index=number, intended_s=at_s, times_s=times))
+        ends = [(each.finished_s, -1) for each in log.records]
+        for at_s, change in sorted([*((each.intended_s, +1) for each in log.records), *ends]):
+            log.num_in_flight += change
+            log.in_flight_steps.append((at_s, log.num_in_flight))
+        return log
+
+    assert not is_oversaturated(crowding(30), Window(0.0, 20.0))
+    assert is_oversaturated(crowding(300), Window(0.0, 20.0))
+
+
 def test_one_rising_alone_is_not_it() -> None:
     """A queue that fills to its length, or a slower answer to the same load, is another matter."""
     log = served(2 * CAPACITY_RPS, 0)
