@@ -66,7 +66,7 @@ def test_a_short_look_says_nothing() -> None:
 
 
 def test_a_handful_of_requests_is_no_trend() -> None:
-    """Each waits a little longer than the one before and overlaps it more: thirty such say nothing, three hundred do."""
+    """Each waits a little longer than the one before and overlaps it more: thirty such say nothing, 300 do."""
 
     def crowding(count: int) -> LoadLog:
         log = LoadLog()
