@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loads", default="1,2,4")
     parser.add_argument("--seconds", type=int, default=20, help="of each stage")
+    parser.add_argument("--law", help="a simulated executor's law: no client can slow an engine that needs no CPU")
     options = parser.parse_args()
     model = options.cache.resolve() / MODEL.name
     if not model.exists():
@@ -56,7 +57,7 @@ def main() -> int:
     print(f"GuideLLM {guidellm.prepare()}", file=sys.stderr)
     loads = [int(load) for load in options.loads.split(",")]
     found: dict[tuple[str, int], list[Figures]] = {}
-    with tempfile.TemporaryDirectory() as folder, _engine(model, Path(folder)) as url:
+    with tempfile.TemporaryDirectory() as folder, _engine(model, Path(folder), options.law) as url:
         for number in range(options.rounds):
             for load in loads:
                 for tool in ("kneetune", "GuideLLM") if number % 2 == 0 else ("GuideLLM", "kneetune"):
@@ -71,10 +72,11 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _engine(model: Path, folder: Path) -> Iterator[str]:
+def _engine(model: Path, folder: Path, law: str | None) -> Iterator[str]:
     url = f"http://127.0.0.1:{PORT}"
     command = [
-        *(sys.executable, "-m", "engine", "serve", str(model), "--port", str(PORT), "--device-memory", "2G"),
+        *(sys.executable, "-m", "engine", "serve", str(model), "--port", str(PORT)),
+        *(("--device-memory", "2G") if law is None else ("--executor", "simulated", "--law", law)),
         *("--served-model-name", MODEL.name, "--max-num-seqs", "64", "--no-enable-prefix-caching"),
     ]
     with (folder / "engine.log").open("wb") as log:
