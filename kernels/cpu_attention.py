@@ -15,8 +15,10 @@ mask of chunk by context is ever made.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -30,11 +32,17 @@ GROUP_TOKENS = 8192
 PADDING_TOKENS = 1024
 """Most padding in a group of decodes: more costs what one more group does."""
 
+KEPT_CELLS = 2**22
+"""Most cells of a plan that stay for the step's other layers, some 16 bytes each; what is beyond, every layer plans
+again. A cell is a position that a query head of a decode sees, or one that a chunk sees."""
+
 TILE_QUERIES = 64
 """Most queries of a chunk computed at once."""
 
 TILE_SCORES = 2**20
 """Most scores of a tile, all heads together, however long the context: fewer queries share it then."""
+
+_CELL_BYTES = 16
 
 with warnings.catch_warnings():
     # Once a process torch says that CSR tensors are in beta; what is used of them is tested against the reference.
@@ -74,12 +82,19 @@ class Chunk:
     """(L,) int64: what any of them sees, in order; the last are the queries' own."""
 
 
+_Part: TypeAlias = Decodes | Chunk
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """How a step's attention is computed; the same for all layers of one window."""
+    """How a step's attention is computed; the same for all layers of one window. Valid as long as the block tables."""
 
-    parts: tuple[Decodes | Chunk, ...]
-    """In the order of the step's tokens."""
+    parts: tuple[_Part | Callable[[], _Part], ...]
+    """In the order of the step's tokens; one that is not kept is planned when it is called."""
+
+    spare: Tensor | None
+    """Beside parts that are not kept, room for the cells that could have been, never touched: what a step takes depends
+    on its longest context, not on how its contexts divide `KEPT_CELLS`, and none takes more than the largest step."""
 
     window: int | None
 
@@ -101,20 +116,29 @@ def plan_attention(
     starts: list[int] = query_starts.tolist()
     contexts: list[int] = context_lens.tolist()
     visible = contexts if window is None else [min(window, context) for context in contexts]
-    parts: list[Decodes | Chunk] = []
-    first = 0
+    parts: list[_Part | Callable[[], _Part]] = []
+    first = num_kept = 0
     while first < len(contexts):
-        if starts[first + 1] - starts[first] > 1:
-            last = first + 1
-            queries = slice(starts[first], starts[last])
-            parts.append(_plan_chunk(block_tables[first], contexts[first], queries, key_cache.shape[1], window))
+        is_chunk = starts[first + 1] - starts[first] > 1
+        last = first + 1 if is_chunk else _group_end(first, starts, visible)
+        queries = slice(starts[first], starts[last])
+        make: Callable[[], _Part]
+        if is_chunk:
+            num_cells = contexts[first]
+            make = partial(_plan_chunk, block_tables[first], num_cells, queries, key_cache.shape[1], window)
         else:
-            last = _group_end(first, starts, visible)
-            queries = slice(starts[first], starts[last])
+            longest = max(visible[first:last])
+            num_cells = (last - first) * num_heads * longest
             tables, lens = block_tables[first:last], context_lens[first:last]
-            parts.append(_plan_decodes(tables, lens, queries, max(visible[first:last]), key_cache, num_heads, window))
+            make = partial(_plan_decodes, tables, lens, queries, longest, key_cache, num_heads, window)
+        is_kept = num_kept + num_cells <= KEPT_CELLS
+        num_kept += num_cells if is_kept else 0
+        parts.append(make() if is_kept else make)
         first = last
-    return AttentionPlan(parts=tuple(parts), window=window)
+    spare = None
+    if any(callable(part) for part in parts):
+        spare = torch.empty((KEPT_CELLS - num_kept) * _CELL_BYTES, dtype=torch.uint8)
+    return AttentionPlan(parts=tuple(parts), spare=spare, window=window)
 
 
 def _group_end(first: int, starts: Sequence[int], visible: Sequence[int]) -> int:
@@ -191,17 +215,31 @@ def cpu_attention(
 ) -> Tensor:
     """What `reference.paged_attention` returns, by a plan for its other arguments."""
     scale *= key_scale * _unit(key_cache)
-    outs: list[Tensor] = []
+    # Made before the parts' large tensors: small ones left between those would keep their memory from being used again.
+    out = torch.empty_like(query, dtype=torch.float32)
     for part in plan.parts:
-        rows = query[part.queries].float()
-        if isinstance(part, Decodes):
-            outs.append(_attend_decodes(rows, key_cache, value_cache, scale, part))
-        else:
-            keys, values = _gather(key_cache, part.slots), _gather(value_cache, part.slots)
-            outs.extend(_attend_chunk(rows, keys, values, scale, plan.window))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        _attend_part(query, key_cache, value_cache, scale, part, plan.window, out)
     value_scale *= _unit(value_cache)
     return (out if value_scale == 1.0 else out.mul_(value_scale)).to(query.dtype)
+
+
+def _attend_part(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    part: _Part | Callable[[], _Part],
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Write a part's rows of `out`; one that is not kept is gone afterwards, before the next is planned."""
+    planned = part() if callable(part) else part
+    rows, out = query[planned.queries].float(), out[planned.queries]
+    if isinstance(planned, Decodes):
+        out.copy_(_attend_decodes(rows, key_cache, value_cache, scale, planned))
+    else:
+        keys, values = _gather(key_cache, planned.slots), _gather(value_cache, planned.slots)
+        _attend_chunk(rows, keys, values, scale, window, out)
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
@@ -237,8 +275,8 @@ def _attend_decodes(query: Tensor, key_cache: Tensor, value_cache: Tensor, scale
     return out.view_as(query)
 
 
-def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Iterator[Tensor]:
-    """One request's queries (n, Q, D) over what they see, (L, K, D): parts of the (n, Q, D) result in order."""
+def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, out: Tensor) -> None:
+    """One request's queries (n, Q, D) over what they see, (L, K, D), written to `out`, (n, Q, D)."""
     num_queries, num_heads, head_dim = query.shape
     num_keys, kv_heads, _ = keys.shape
     past = num_keys - num_queries
@@ -260,5 +298,5 @@ def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float, win
             own = positions[-size:].unsqueeze(1)
             scores.masked_fill_(positions <= own - window, float("-inf"))
         weights = scores.softmax(-1).view(kv_heads, -1, stop - start)
-        out = torch.bmm(weights, values[:, start:stop])
-        yield out.view(*tile.shape).permute(2, 0, 1, 3).reshape(size, num_heads, head_dim)
+        weighted = torch.bmm(weights, values[:, start:stop]).view(*tile.shape)
+        out[first : first + size].view(size, kv_heads, -1, head_dim).copy_(weighted.permute(2, 0, 1, 3))

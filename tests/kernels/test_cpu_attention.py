@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.device_memory import activation_peak_bytes
 from kernels import cpu_attention as attention
 from kernels.cpu_attention import Decodes, cpu_attention, plan_attention
 from kernels.reference import FP8, paged_attention
@@ -80,6 +81,7 @@ REQUESTS = st.tuples(st.integers(1, 9) | st.just(1), st.integers(0, 40)).map(lam
     dtype=st.sampled_from([torch.float32, torch.bfloat16, FP8]),
     scales=st.sampled_from([(1.0, 1.0), (0.25, 2.0)]),
     group=st.integers(1, 100),
+    kept=st.integers(0, 1000),
     tile=st.integers(1, 5),
 )
 def test_it_computes_what_the_reference_does(
@@ -89,6 +91,7 @@ def test_it_computes_what_the_reference_does(
     dtype: torch.dtype,
     scales: tuple[float, float],
     group: int,
+    kept: int,
     tile: int,
 ) -> None:
     """A user on a CPU gets the model's own tokens, however a step mixes requests and whatever the cache's dtype."""
@@ -96,6 +99,7 @@ def test_it_computes_what_the_reference_does(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "GROUP_TOKENS", group)
         patch.setattr(attention, "PADDING_TOKENS", group // 4)
+        patch.setattr(attention, "KEPT_CELLS", kept)
         patch.setattr(attention, "TILE_QUERIES", tile)
         ours, expected = case.both(window, scales)
 
@@ -142,3 +146,42 @@ def test_a_context_that_no_cache_holds_is_refused() -> None:
     case = _case([(1, 8)])
     with pytest.raises(ValueError, match="a context of 8 tokens does not fit a cache of 4 slots"):
         plan_attention(case.tables, case.lens, case.starts, key_cache=case.key_cache[:1], num_heads=6, window=None)
+
+
+def _peak_bytes(case: Case, *, num_layers: int, window: int | None = None) -> int:
+    """What so many layers of a step hold at once."""
+
+    def run() -> None:
+        steps = (case.tables, case.lens, case.starts)
+        plan = plan_attention(*steps, key_cache=case.key_cache, num_heads=6, window=window)
+        for _ in range(num_layers):
+            cpu_attention(case.query, case.key_cache, case.value_cache, 0.3, plan)
+
+    return activation_peak_bytes(run, torch.device("cpu"))
+
+
+def test_plans_of_many_long_contexts_stay_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long `max_model_len` takes no gigabytes from KV blocks, however many sequences there may be."""
+    cells = 6 * 400
+    monkeypatch.setattr(attention, "GROUP_TOKENS", 400)
+    monkeypatch.setattr(attention, "KEPT_CELLS", 3 * cells + 7)
+    few, many = (_peak_bytes(_case([(1, 400)] * number), num_layers=2) for number in (5, 40))
+
+    # A request's own query and result, its block table and the like.
+    assert many - few < 35 * 4 * cells
+    assert many < (3 * 16 + 40) * cells + 40 * 1000
+
+
+@settings(max_examples=30, deadline=None)
+@given(contexts=st.lists(st.integers(1, 400), min_size=1, max_size=8).map(sorted), kept=st.integers(0, 20_000))
+@example(contexts=[200, 400, 400], kept=2 * 6 * 400 - 1)
+def test_no_step_takes_more_than_the_one_with_the_longest_contexts(contexts: list[int], kept: int) -> None:
+    """What is measured at a start holds for every step after it, however its contexts divide what is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "KEPT_CELLS", kept)
+        patch.setattr(attention, "GROUP_TOKENS", 400)
+        ours = _peak_bytes(_case([(1, context) for context in contexts]), num_layers=2)
+        largest = _peak_bytes(_case([(1, 400)] * len(contexts)), num_layers=2)
+
+    # Short contexts that are computed at once have their few queries and results at once.
+    assert ours <= largest + len(contexts) * 600
