@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TypeAlias
 
 import torch
@@ -40,7 +41,7 @@ TILE_QUERIES = 64
 """Most queries of a chunk computed at once."""
 
 TILE_SCORES = 2**20
-"""Most scores of a tile, all heads together, however long the context: fewer queries share it then."""
+"""Most scores of a tile, however long the context: fewer heads share it then, and fewer queries of one head at last."""
 
 _CELL_BYTES = 16
 
@@ -281,22 +282,26 @@ def _attend_chunk(query: Tensor, keys: Tensor, values: Tensor, scale: float, win
     num_keys, kv_heads, _ = keys.shape
     past = num_keys - num_queries
     # The heads that share a key are further queries of it.
-    grouped = (query * scale).view(num_queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    grouped, out = (each.view(num_queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3) for each in (query * scale, out))
     keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)
-    step = max(1, min(TILE_QUERIES, TILE_SCORES // (num_heads * num_keys)))
+    # Keys are read once a tile: rather few heads of many queries than all heads of few.
+    query_scores = num_heads // kv_heads * num_keys
+    num_heads_at_once = min(kv_heads, max(1, TILE_SCORES // (TILE_QUERIES * query_scores)))
+    step = max(1, min(TILE_QUERIES, TILE_SCORES // (num_heads_at_once * query_scores)))
     future = torch.full((step, step), float("-inf")).triu_(1)
-    for first in range(0, num_queries, step):
-        tile = grouped[:, :, first : first + step]
-        size = tile.shape[2]
+    for head, first in product(range(0, kv_heads, num_heads_at_once), range(0, num_queries, step)):
+        heads = slice(head, head + num_heads_at_once)
+        tile = grouped[heads, :, first : first + step]
+        num_tiled, size = len(tile), tile.shape[2]
         stop = past + first + size
         start = 0 if window is None else max(0, stop - size - window + 1)
-        scores = torch.bmm(tile.reshape(kv_heads, -1, head_dim), keys[:, :, start:stop])
+        scores = torch.bmm(tile.reshape(num_tiled, -1, head_dim), keys[heads, :, start:stop])
         scores = scores.view(*tile.shape[:3], stop - start)
         scores[..., -size:].add_(future[:size, :size])
         if window is not None and stop - start > window:
             positions = torch.arange(start, stop)
             own = positions[-size:].unsqueeze(1)
             scores.masked_fill_(positions <= own - window, float("-inf"))
-        weights = scores.softmax(-1).view(kv_heads, -1, stop - start)
-        weighted = torch.bmm(weights, values[:, start:stop]).view(*tile.shape)
-        out[first : first + size].view(size, kv_heads, -1, head_dim).copy_(weighted.permute(2, 0, 1, 3))
+        weights = scores.softmax(-1).view(num_tiled, -1, stop - start)
+        weighted = torch.bmm(weights, values[heads, start:stop])
+        out[heads, :, first : first + size].copy_(weighted.view(*tile.shape))

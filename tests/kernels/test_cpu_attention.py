@@ -83,6 +83,7 @@ REQUESTS = st.tuples(st.integers(1, 9) | st.just(1), st.integers(0, 40)).map(lam
     group=st.integers(1, 100),
     kept=st.integers(0, 1000),
     tile=st.integers(1, 5),
+    scores=st.integers(1, 2000),
 )
 def test_it_computes_what_the_reference_does(
     requests: list[tuple[int, int]],
@@ -93,6 +94,7 @@ def test_it_computes_what_the_reference_does(
     group: int,
     kept: int,
     tile: int,
+    scores: int,
 ) -> None:
     """A user on a CPU gets the model's own tokens, however a step mixes requests and whatever the cache's dtype."""
     case = _case(requests, heads=heads, dtype=dtype)
@@ -101,6 +103,7 @@ def test_it_computes_what_the_reference_does(
         patch.setattr(attention, "PADDING_TOKENS", group // 4)
         patch.setattr(attention, "KEPT_CELLS", kept)
         patch.setattr(attention, "TILE_QUERIES", tile)
+        patch.setattr(attention, "TILE_SCORES", scores)
         ours, expected = case.both(window, scales)
 
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
@@ -111,14 +114,16 @@ def test_it_computes_what_the_reference_does(
 def test_a_long_context_is_computed_in_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores of a long prompt's chunk stay within bounds, so that they take no memory from KV blocks."""
     case = _case([(9, 40)])
-    monkeypatch.setattr(attention, "TILE_SCORES", 6 * 40 * 2)
     sizes = []
-    monkeypatch.setattr(torch, "bmm", lambda a, b, bmm=torch.bmm: sizes.append(a.shape[1]) or bmm(a, b))
+    monkeypatch.setattr(torch, "bmm", lambda a, b, bmm=torch.bmm: sizes.append((*a.shape[:2], b.shape[2])) or bmm(a, b))
+    for most, tile in ((6 * 40 * 9, (2, 27, 40)), (6 * 40 * 5, (1, 27, 40)), (3 * 40 * 3, (1, 9, 40))):
+        monkeypatch.setattr(attention, "TILE_SCORES", most)
+        monkeypatch.setattr(attention, "TILE_QUERIES", 9)
+        sizes.clear()
+        ours, expected = case.both(None)
 
-    ours, expected = case.both(None)
-
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    assert max(sizes) == 3 * 2
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+        assert max(sizes[::2]) == tile
 
 
 def test_decodes_are_grouped_where_that_pads_little() -> None:
