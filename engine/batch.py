@@ -13,6 +13,8 @@ from torch import Tensor
 from engine.attention import AttentionInputs
 from engine.step import ScheduledRequest, StepPlan
 
+_ROWS_AT_ONCE = 1024
+
 
 class StagedBuffer:
     """A host array to write into and its tensor on the device; on CPU both are the same memory."""
@@ -118,7 +120,12 @@ class BatchBuffers:
         """Write each request's block ids into its row; returns the columns in use. What is beyond is never read."""
         counts = np.fromiter((len(item.block_ids) for item in scheduled), np.int64, len(scheduled))
         columns = int(counts.max())
-        tables = self._block_tables.array[: len(scheduled), :columns]
-        ids = chain.from_iterable(item.block_ids for item in scheduled)
-        tables[np.arange(columns) < counts[:, None]] = np.fromiter(ids, np.int32, int(counts.sum()))
+        # Some rows at a time: all of a large step would be laid out twice more on the way.
+        for first in range(0, len(scheduled), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            ids = chain.from_iterable(item.block_ids for item in scheduled[rows])
+            filled = np.arange(columns) < counts[rows, None]
+            self._block_tables.array[: len(scheduled), :columns][rows][filled] = np.fromiter(
+                ids, np.int32, int(counts[rows].sum())
+            )
         return columns

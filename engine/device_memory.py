@@ -12,13 +12,14 @@ from engine.device_ledger import Claim, locked_ledger
 from engine.memory import DeviceMemory, DeviceShare, requested_bytes
 
 
-def take_share(config: EngineConfig, device: torch.device, *, limit_bytes: int | None) -> DeviceShare:
+def take_share(config: EngineConfig, device: torch.device, *, limit_bytes: int | None, least_bytes: int) -> DeviceShare:
     """Claim this instance's share for this process as long as it lives.
 
     On CPU looking and claiming are one: of two instances that start at once, only those get theirs that fit together.
 
     Args:
         limit_bytes: see `device_memory`.
+        least_bytes: see `requested_bytes`.
 
     Raises:
         NotEnoughMemoryError: where less is free than the share.
@@ -26,10 +27,11 @@ def take_share(config: EngineConfig, device: torch.device, *, limit_bytes: int |
     """
     if device.type == "cuda":
         memory = device_memory(config, device, limit_bytes=limit_bytes)
-        return DeviceShare(memory=memory, requested_bytes=requested_bytes(memory, config.gpu_memory_utilization))
+        requested = requested_bytes(memory, config.gpu_memory_utilization, least_bytes=least_bytes)
+        return DeviceShare(memory=memory, requested_bytes=requested)
     with locked_ledger(virtual_device(config)) as ledger:
         memory = _budget_of_cpu(config, limit_bytes, ledger.others)
-        requested = requested_bytes(memory, config.gpu_memory_utilization)
+        requested = requested_bytes(memory, config.gpu_memory_utilization, least_bytes=least_bytes)
         ledger.claim(requested)
     return DeviceShare(memory=memory, requested_bytes=requested)
 

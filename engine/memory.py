@@ -61,6 +61,27 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """What a start takes at least, as far as it is known before anything is loaded."""
+
+    weights_bytes: int
+    activation_bytes: int
+    request_buffers_bytes: int
+    layout: KvLayout
+    max_model_len: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What the largest step takes, weights included and no KV blocks."""
+        return self.weights_bytes + self.activation_bytes + self.request_buffers_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """With KV blocks of one request of `max_model_len`."""
+        return self.step_bytes + self.layout.blocks_for(self.max_model_len) * self.layout.block_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
     """What a start measured, before any KV block is made: enough to say how many there are, or why too few."""
 
@@ -72,27 +93,51 @@ class MemoryReport:
     """The step that took the activation peak, in words."""
 
 
-def requested_bytes(device: DeviceMemory, share: float) -> int:
+def requested_bytes(device: DeviceMemory, share: float, *, least_bytes: int) -> int:
     """`total x share`.
+
+    Args:
+        least_bytes: what the model and one request are known to take; no share below it is offered.
 
     Raises:
         NotEnoughMemoryError: where less is free, naming total, requested, free, who holds how much where that is known,
-            and the highest share that is free.
+            and the way out: the highest share that is free, or, where the model does not fit that, what to stop.
     """
     requested = int(device.total_bytes * share)
     if requested <= device.free_bytes:
         return requested
-    highest = highest_share(free_bytes=device.free_bytes, total_bytes=device.total_bytes)
-    way_out = "free some"
-    if highest > 0:
-        way_out += (
-            f", or set gpu_memory_utilization to at most {highest:.2f} where the model fits that: "
-            "`python -m engine plan` with the same flags says whether it does"
-        )
+    way_out = _way_out(device, requested, least_bytes)
     raise NotEnoughMemoryError(
         f"gpu_memory_utilization={share} asks for {human(requested)} of {human(device.total_bytes)}, "
         f"but {human(device.free_bytes)} is free now{_held_by(device.claims)}: {way_out}"
     )
+
+
+def _way_out(device: DeviceMemory, requested: int, least_bytes: int) -> str:
+    highest = highest_share(free_bytes=device.free_bytes, total_bytes=device.total_bytes)
+    stop = f"stop {_to_stop(device, max(requested, least_bytes))}"
+    least = f"the model and one request of max_model_len, which take {human(least_bytes)} at least"
+    if least_bytes > device.total_bytes:
+        return f"no share of this device holds {least}: it takes a smaller model, max_model_len or max_num_seqs"
+    if highest > 0 and least_bytes <= int(device.total_bytes * highest):
+        return (
+            f"{stop}, or set gpu_memory_utilization to at most {highest:.2f}, which may hold {least}: "
+            "`python -m engine plan` with the same flags says whether it does"
+        )
+    smallest = _smallest_share(least_bytes, device.total_bytes)
+    raised = f" and set gpu_memory_utilization to at least {smallest:.2f}" if requested < least_bytes else ""
+    return f"{stop}{raised}: what is free does not hold {least}"
+
+
+def _to_stop(device: DeviceMemory, num_bytes: int) -> str:
+    """The fewest of those that are known to hold memory whose end leaves so much free, in words."""
+    pids, missing = [], num_bytes - device.free_bytes
+    for claim in sorted(device.claims, key=lambda claim: -claim.num_bytes):
+        if missing > 0:
+            pids.append(f"pid {claim.pid}")
+            missing -= claim.num_bytes
+    others = [] if missing <= 0 else [f"what else holds {'it' if not pids else 'the rest'}"]
+    return " and ".join([*pids, *others])
 
 
 def _held_by(claims: Sequence[Claim]) -> str:
@@ -195,6 +240,32 @@ def num_kv_blocks(budget: MemoryBudget, layout: KvLayout, *, max_model_len: int)
     )
 
 
+def hopeless_report(least: LeastMemory, share: DeviceShare, *, device: str) -> MemoryReport | None:
+    """What is known of a start that would take more than the whole device before any KV block; None for any other.
+
+    `num_kv_blocks` says of it why it is refused.
+    """
+    memory = share.memory
+    if least.step_bytes <= memory.total_bytes:
+        return None
+    budget = memory_budget(
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.free_bytes,
+        requested_bytes=share.requested_bytes,
+        weights_bytes=least.weights_bytes,
+        activation_peak_bytes=least.activation_bytes,
+        request_buffers_bytes=least.request_buffers_bytes,
+        non_torch_bytes=0,
+    )
+    return MemoryReport(
+        device=device,
+        budget=budget,
+        layout=least.layout,
+        max_model_len=least.max_model_len,
+        peak_step="the model's shape, at least: nothing was loaded or run",
+    )
+
+
 def num_blocks_of_ranks(ranks: Sequence[int]) -> int:
     """KV blocks to count on where several devices have different numbers of them: the fewest.
 
@@ -234,10 +305,13 @@ def kv_blocks_in_force(
     """KV blocks to use, and warnings where an override breaks a rule that the budget would have kept.
 
     Raises:
-        NoKvMemoryError: without an override, as `num_kv_blocks`.
+        NoKvMemoryError: as `num_kv_blocks`; with an override only where the device does not hold the model.
     """
     asked = config.num_gpu_blocks_override
     if asked is None:
+        return num_kv_blocks(budget, layout, max_model_len=max_model_len), ()
+    if budget.requested_bytes - budget.kv_cache_bytes > budget.total_bytes:
+        # No number of blocks makes room for what does not fit without any.
         return num_kv_blocks(budget, layout, max_model_len=max_model_len), ()
     warnings = []
     fitting = max(0, budget.kv_cache_bytes // layout.block_bytes)

@@ -19,6 +19,7 @@ from engine.memory import (
     NoKvMemoryError,
     NotEnoughMemoryError,
     Shortfall,
+    hopeless_report,
     human,
     kv_blocks_in_force,
     num_blocks_of_ranks,
@@ -94,7 +95,7 @@ def memory_plan(config: EngineConfig, *, tokens_per_request: int | None = None) 
 
 
 def _plan_of_core(config: EngineConfig, tokens_per_request: int | None) -> MemoryPlan:
-    from engine.device_memory import device_memory
+    from engine.device_memory import device_label, device_memory
     from engine.executor.torch import ModelRunner, blueprint
 
     decided = blueprint(config)
@@ -104,11 +105,14 @@ def _plan_of_core(config: EngineConfig, tokens_per_request: int | None) -> Memor
         )
     memory = device_memory(config, decided.device, limit_bytes=read_limits().memory_bytes)
     try:
-        requested = requested_bytes(memory, config.gpu_memory_utilization)
+        requested = requested_bytes(memory, config.gpu_memory_utilization, least_bytes=decided.least.total_bytes)
     except NotEnoughMemoryError as error:
         requested = int(memory.total_bytes * config.gpu_memory_utilization)
         return MemoryPlan(config=config, memory=memory, requested_bytes=requested, problem=str(error))
-    report = ModelRunner(decided).measure(DeviceShare(memory=memory, requested_bytes=requested))
+    share = DeviceShare(memory=memory, requested_bytes=requested)
+    report = hopeless_report(decided.least, share, device=device_label(config, decided.device))
+    if report is None:
+        report = ModelRunner(decided).measure(share)
     measured = MemoryPlan(config=config, memory=memory, requested_bytes=requested, report=report)
     return with_blocks(measured, report, tokens_per_request, decided.warnings)
 

@@ -24,7 +24,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Pack a weight (outputs, inputs); it is not kept. `bias` is (outputs,)."""
         self.bias = bias
-        self._is_packed = weight.is_cpu and weight.dtype == torch.float32 and has_packed_product()
+        self._is_packed = is_packed(weight.dtype, weight.device)
         self._weight = _pack(weight) if self._is_packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,6 +46,11 @@ class Linear:
     def nbytes(self) -> int:
         """Bytes of weight and bias; what oneDNN pads odd shapes with is not counted."""
         return self._weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this kind are packed."""
+    return device.type == "cpu" and dtype == torch.float32 and has_packed_product()
 
 
 @functools.cache

@@ -160,7 +160,7 @@ def _start(config: EngineConfig, law: Law, max_model_len: int) -> tuple[MemoryBu
             f"simulated: the weights take {human(memory.weights_bytes)}, "
             f"and {human(device.free_bytes)} of {human(total)} is free",
         )
-    requested = requested_bytes(device, config.gpu_memory_utilization)
+    requested = requested_bytes(device, config.gpu_memory_utilization, least_bytes=memory.weights_bytes)
     budget = memory_budget(
         total_bytes=total,
         free_bytes=device.free_bytes,

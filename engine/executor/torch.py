@@ -21,9 +21,19 @@ from engine.config import (
     split_device,
 )
 from engine.device_memory import activation_peak_bytes, device_label, non_torch_bytes, take_share
+from engine.executor.least import kv_layout, least_memory
 from engine.kv_cache import KvCache, KvScales, new_kv_cache
 from engine.limits import read_limits
-from engine.memory import DeviceShare, KvLayout, MemoryReport, kv_blocks_in_force, memory_budget
+from engine.memory import (
+    DeviceShare,
+    KvLayout,
+    LeastMemory,
+    MemoryReport,
+    hopeless_report,
+    kv_blocks_in_force,
+    memory_budget,
+    num_kv_blocks,
+)
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.folder import EMBEDDED, model_folder
 from engine.models.llama import Decoder
@@ -47,6 +57,7 @@ class Blueprint:
     model: ModelConfig
     max_model_len: int
     dtype: str
+    least: LeastMemory
     warnings: tuple[str, ...]
 
 
@@ -62,14 +73,15 @@ def blueprint(config: EngineConfig) -> Blueprint:
     model = read_model_config(folder)
     check_tensor_parallel(config.tensor_parallel_size, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
     check_one_device(config.tensor_parallel_size)
-    max_model_len = _max_model_len(config, model)
+    max_model_len, dtype = _max_model_len(config, model), _checked_dtype(config, model, device)
     return Blueprint(
         config=config,
         device=device,
         folder=folder,
         model=model,
         max_model_len=max_model_len,
-        dtype=_checked_dtype(config, model, device),
+        dtype=dtype,
+        least=least_memory(config, model, max_model_len=max_model_len, dtype=_DTYPES[dtype], device=device),
         warnings=tuple(check_against_model(config, max_model_len=max_model_len)),
     )
 
@@ -87,7 +99,11 @@ class TorchExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         plan = blueprint(config)
-        share = take_share(config, plan.device, limit_bytes=read_limits().memory_bytes)
+        limit_bytes = read_limits().memory_bytes
+        share = take_share(config, plan.device, limit_bytes=limit_bytes, least_bytes=plan.least.total_bytes)
+        hopeless = hopeless_report(plan.least, share, device=device_label(config, plan.device))
+        if hopeless is not None:
+            num_kv_blocks(hopeless.budget, hopeless.layout, max_model_len=plan.max_model_len)
         self._runner = ModelRunner(plan)
         report = self._runner.measure(share)
         num_blocks, overridden = kv_blocks_in_force(
@@ -225,10 +241,7 @@ class ModelRunner:
         return max(peaks)
 
     def _kv_layout(self) -> KvLayout:
-        model, itemsize = self._decoder.config, self._kv_dtype.itemsize
-        token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * itemsize
-        block_size = self._plan.config.block_size
-        return KvLayout(block_size=block_size, block_bytes=block_size * token_bytes)
+        return kv_layout(self._plan.config, self._decoder.config, itemsize=self._kv_dtype.itemsize)
 
 
 def words(step: StepPlan) -> str:
@@ -248,6 +261,7 @@ def largest_steps(config: EngineConfig, max_model_len: int, *, vocab_size: int) 
     seats = config.max_num_seqs
     # A top-k of the whole vocabulary sorts it and cuts nothing.
     dear = SamplingParams(max_tokens=1, seed=0, top_k=vocab_size, num_logprobs=MAX_LOGPROBS)
+    block_ids = (0,) * -(-max_model_len // config.block_size)
     steps = []
     for decodes, first in ((0, dear), (seats - 1, dear), (seats - 1, SamplingParams(max_tokens=1, temperature=0.0))):
         scheduled = tuple(
@@ -255,7 +269,7 @@ def largest_steps(config: EngineConfig, max_model_len: int, *, vocab_size: int) 
                 request_id=str(index),
                 token_ids=(0,) * length,
                 start=max_model_len - length,
-                block_ids=(0,) * -(-max_model_len // config.block_size),
+                block_ids=block_ids,
                 samples=True,
                 output_index=0,
                 sampling=dear if index else first,

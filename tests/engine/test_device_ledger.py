@@ -35,7 +35,7 @@ config = EngineConfig(model="m", device_memory_bytes=2**20, gpu_memory_utilizati
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    print(take_share(config, torch.device("cpu"), limit_bytes=None).requested_bytes, flush=True)
+    print(take_share(config, torch.device("cpu"), limit_bytes=None, least_bytes=0).requested_bytes, flush=True)
 except NotEnoughMemoryError as error:
     print(error, flush=True)
 sys.stdin.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.batch import BatchBuffers
 from engine.config import EngineConfig, MemoryBudget
+from engine.device_ledger import Claim
 from engine.device_memory import activation_peak_bytes, device_memory
 from engine.memory import (
     DeviceMemory,
@@ -59,7 +61,7 @@ def test_what_is_left_for_kv_is_the_seeds_example() -> None:
     budget = memory_budget(
         total_bytes=device.total_bytes,
         free_bytes=device.free_bytes,
-        requested_bytes=requested_bytes(device, 0.9),
+        requested_bytes=requested_bytes(device, 0.9, least_bytes=0),
         weights_bytes=40 * GB,
         activation_peak_bytes=8 * GB,
         request_buffers_bytes=0,
@@ -99,19 +101,73 @@ def test_more_than_is_free_names_every_figure_and_the_highest_share_that_works()
     device = DeviceMemory(total_bytes=int(22.05 * GIB), free_bytes=int(19.77 * GIB))
 
     with pytest.raises(NotEnoughMemoryError) as error:
-        requested_bytes(device, 0.90)
+        requested_bytes(device, 0.90, least_bytes=0)
 
     for figure in ("0.9 ", "22.05 GiB", "19.77 GiB", "19.84 GiB", "at most 0.89"):
         assert figure in str(error.value)
-    assert requested_bytes(device, 0.89) <= device.free_bytes
+    assert requested_bytes(device, 0.89, least_bytes=0) <= device.free_bytes
 
 
 def test_no_share_is_offered_where_nothing_is_free() -> None:
     """Nobody is told to set a share of 0."""
     with pytest.raises(NotEnoughMemoryError) as error:
-        requested_bytes(DeviceMemory(total_bytes=GIB, free_bytes=MIB), 0.5)
+        requested_bytes(DeviceMemory(total_bytes=GIB, free_bytes=MIB), 0.5, least_bytes=0)
 
     assert "at most" not in str(error.value)
+
+
+def _refusal(
+    *, share: float, least: float, held: Sequence[float] = (), elsewhere: float = 0.0, total: int = 10
+) -> tuple[str, DeviceMemory]:
+    """What a start is told on a device of so many GiB: engines with pids 1, 2 … hold some, others `elsewhere`."""
+    claims = tuple(Claim(pid, "x", int(size * GIB)) for pid, size in enumerate(held, 1))
+    free_bytes = int((total - sum(held) - elsewhere) * GIB)
+    device = DeviceMemory(total_bytes=total * GIB, free_bytes=free_bytes, claims=claims)
+    with pytest.raises(NotEnoughMemoryError) as error:
+        requested_bytes(device, share, least_bytes=int(least * GIB))
+    return str(error.value), device
+
+
+def test_a_share_is_offered_only_where_it_may_hold_the_model() -> None:
+    """3 of 10 GiB are free: a model of 2.9 is offered 0.30, one of 3.1 is told what to stop, never a dead end."""
+    fits, device = _refusal(share=0.5, least=2.9, held=(7.0,))
+    assert "stop pid 1, or set gpu_memory_utilization to at most 0.30" in fits
+    assert requested_bytes(device, 0.30, least_bytes=int(2.9 * GIB)) >= 2.9 * GIB
+
+    told, _ = _refusal(share=0.5, least=3.1, held=(7.0,))
+    assert "at most" not in told
+    assert "stop pid 1: what is free does not hold the model" in told
+    assert "take 3.10 GiB at least" in told
+
+
+@pytest.mark.parametrize(
+    ("held", "elsewhere", "told"),
+    [
+        ((1.0, 5.0, 2.0), 0.0, "stop pid 2: "),
+        ((3.0, 3.0, 3.0), 0.0, "stop pid 1 and pid 2: "),
+        ((1.0, 1.0), 6.0, "stop pid 1 and pid 2 and what else holds the rest: "),
+        ((), 8.0, "stop what else holds it: "),
+    ],
+)
+def test_the_fewest_engines_are_named_whose_end_frees_what_is_missing(
+    held: tuple[float, ...], elsewhere: float, told: str
+) -> None:
+    """A user who needs 6 of 10 GiB stops no engine in vain, and learns where stopping engines is not enough."""
+    assert told in _refusal(share=0.6, least=5.0, held=held, elsewhere=elsewhere)[0]
+
+
+def test_where_the_share_asked_for_is_too_small_as_well_the_one_needed_is_named() -> None:
+    """Having stopped what was in the way, nobody is refused for the share."""
+    told, _ = _refusal(share=0.4, least=5.25, held=(3.0, 4.0))
+    assert "stop pid 2 and set gpu_memory_utilization to at least 0.53: " in told
+
+
+def test_nothing_is_to_be_stopped_for_a_model_that_the_device_does_not_hold() -> None:
+    """Nobody stops a running engine for a model that would not fit an empty device."""
+    told, _ = _refusal(share=0.6, least=10.5, held=(7.0,))
+    assert "stop" not in told
+    assert "at most" not in told
+    assert "no share of this device holds the model" in told
 
 
 def test_a_share_too_small_for_one_request_names_the_share_and_the_length_that_would_do() -> None:
@@ -175,7 +231,7 @@ def test_every_way_out_works(
         budget = memory_budget(
             total_bytes=total,
             free_bytes=device.free_bytes,
-            requested_bytes=requested_bytes(device, share),
+            requested_bytes=requested_bytes(device, share, least_bytes=0),
             weights_bytes=int(weights * total),
             activation_peak_bytes=0,
             request_buffers_bytes=0,

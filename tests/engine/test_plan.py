@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from engine import device_ledger
 from engine.__main__ import main
 from engine.config import EngineConfig
 from engine.device_ledger import ledger_folder, locked_ledger
-from engine.executor.torch import TorchExecutor
-from engine.memory import DeviceMemory, KvLayout, MemoryReport, memory_budget
+from engine.executor import torch as executor
+from engine.executor.torch import Blueprint, TorchExecutor, blueprint
+from engine.memory import DeviceMemory, KvLayout, MemoryReport, NoKvMemoryError, memory_budget
 from engine.models.embedded.make import files
 from engine.plan import MemoryPlan, memory_plan, table, with_blocks
 
@@ -191,3 +193,48 @@ def test_a_config_file_of_a_server_can_be_planned(tmp_path: Path, capsys: pytest
     file.write_text("model: embedded\nport: 8001\ndevice-memory: 96M\ngpu-memory-utilization: 0.5\nmax-num-seqs: 8\n")
     assert main(["plan", "--config", str(file), *_SMALL]) == 0
     assert "requested: total x 0.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"max_num_seqs": 64, "max_num_batched_tokens": 64},
+        {"max_num_batched_tokens": 2048, "max_model_len": 2048},
+        {"kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16"},
+    ],
+)
+def test_what_is_known_before_loading_is_never_more_than_what_is_measured(sizes: dict[str, object]) -> None:
+    """No engine that would run is refused by the shape of its model, and weights are known to the byte."""
+    config = replace(_CONFIG, device_memory_bytes=GIB, **sizes)  # type: ignore[arg-type]
+    least, report = blueprint(config).least, memory_plan(config).report
+
+    assert report is not None
+    assert least.weights_bytes == report.budget.weights_bytes
+    assert 0.2 * report.budget.activation_peak_bytes < least.activation_bytes <= report.budget.activation_peak_bytes
+    assert 0 < least.request_buffers_bytes <= report.budget.request_buffers_bytes
+    assert least.layout == report.layout
+
+
+@pytest.mark.parametrize("override", [None, 64])
+def test_what_can_never_fit_is_refused_before_it_takes_any_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: int | None
+) -> None:
+    """A mistyped number of sequences does not take the machine's memory to find out that it is too much."""
+
+    def load(plan: Blueprint) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(executor, "ModelRunner", load)
+    absurd = ("--max-num-seqs", "100000", "--max-num-batched-tokens", "100000", "--device-memory", "96M")
+    blocks = () if override is None else ("--num-gpu-blocks-override", str(override))
+    assert _plan(*absurd, *blocks) == 1
+    out = capsys.readouterr().out
+    for words in ("- weights", "nothing was loaded or run", "= short by", "at no gpu_memory_utilization"):
+        assert words in out
+    assert "smaller max_num_batched_tokens and max_num_seqs" in out
+
+    config = replace(_CONFIG, max_num_seqs=100_000, max_num_batched_tokens=100_000, num_gpu_blocks_override=override)
+    with pytest.raises(NoKvMemoryError, match="at no gpu_memory_utilization"):
+        TorchExecutor(config)

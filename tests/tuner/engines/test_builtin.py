@@ -121,7 +121,7 @@ def test_what_a_start_was_short_of_is_read_in_the_engines_own_words(total: int, 
     """A retry waits for what is missing; for words it cannot read it would not wait at all."""
     claims = (Claim(12, "x", total // 2), Claim(34, "y", 1))
     with pytest.raises(NotEnoughMemoryError) as caught:
-        requested_bytes(DeviceMemory(total_bytes=total, free_bytes=total // 4, claims=claims), 0.9)
+        requested_bytes(DeviceMemory(total_bytes=total, free_bytes=total // 4, claims=claims), 0.9, least_bytes=0)
     missing = builtin.not_free(str(caught.value))
     assert missing is not None
     assert missing.holders == (12, 34)
