@@ -199,11 +199,12 @@ def _crossing(name: str, series: list[tuple[float, float | None]], limit: float)
         return SloBoundary(limit=name, inside=None, outside=known[0][0], load=None)
     for (low, before), (high, after) in pairwise(known):
         if after > limit:
-            # Differences of logarithms: a ratio of figures from elsewhere may overflow.
+            # Differences of logarithms: a ratio of figures from elsewhere may overflow. They are equal where two p95s
+            # differ by less than a logarithm shows; the boundary is then the stage inside.
             rise = math.log(after) - math.log(before)
-            part = min(1.0, max(0.0, (math.log(limit) - math.log(before)) / rise))
+            part = (math.log(limit) - math.log(before)) / rise if rise > 0 else 0.0
             load = low * (high / low) ** part
-            return SloBoundary(limit=name, inside=low, outside=high, load=load)
+            return SloBoundary(limit=name, inside=low, outside=high, load=min(high, max(low, load)))
     return None
 
 

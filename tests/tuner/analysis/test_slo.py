@@ -175,6 +175,8 @@ def test_the_stage_asked_for_is_left_of_the_boundary() -> None:
 
 @given(st.lists(st.none() | st.floats(), max_size=8), st.floats(1e-3, 1e6))
 @example(values=[2.2e-308, 5.0], limit=4.0)
+@example(values=[5e-324, 1.7e308], limit=1e-3)
+@example(values=[1e6, math.nextafter(1e6, math.inf)], limit=1e6)
 def test_any_tails_have_a_boundary_or_none(values: list[float | None], limit: float) -> None:
     """Odd figures from elsewhere end in no exception, and what is interpolated lies between its stages."""
     boundary = slo_boundary(_tails(*values), ttft_p95_ms=limit)
