@@ -353,4 +353,7 @@ class ResolvedConfig:
     memory: MemoryBudget
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    captures_graphs: bool
+    """Whether decode steps of some batch sizes run from captured graphs, and are faster for it."""
+
     warnings: tuple[str, ...] = ()

@@ -234,6 +234,7 @@ def _export_config(registry: CollectorRegistry, resolved: ResolvedConfig) -> Non
         "dtype": resolved.dtype,
         "device": resolved.device,
         "executor": asked.executor,
+        "captures_graphs": resolved.captures_graphs,
         "version": engine_version(),
     }
     _info(registry, "engine:config_info", "The engine config in force.", [config])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from reports.tables import Cell, Table
 from tuner import wording
+from tuner.analysis.graph_grid import stages_to_stand_on
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import operating_point
 from tuner.answer import KneeFinding, Recommendation, Slo
@@ -71,7 +72,7 @@ def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None)
         *head,
         outcome,
         _knee_cell(finding),
-        _best_cell(stages, finding, slo),
+        _best_cell(stages_to_stand_on(trial.outcome), finding, slo),
         _preemption_cell(stages),
         memory,
         wall,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
+from tuner.analysis.graph_grid import grid_floor
 from tuner.analysis.knee import find_knee, past_the_knee, points_of, suggest_bisection
 from tuner.analysis.rates import RateSearch
 from tuner.analysis.slo import derive_slo, load_left_of, slo_boundary
@@ -39,6 +40,10 @@ class Ladder(Record):
     max_load: int
     slo: Slo | None = None
     """Limits in force, for the stage where an operating point should stand; None: those its own load 1 gives."""
+
+    on_graph_grid: bool = False
+    """Whether stages between rungs are measured where a fence may stand on an engine that captures graphs; whether it
+    does shows only once it runs."""
 
     start: int = 2
     """The first rung after load 1. Those below it are climbed only where the knee turns out to be down there."""
@@ -148,7 +153,7 @@ def _between_rungs(plan: Ladder, stages: Sequence[StageRecord]) -> LadderStep | 
     closed = any(stage.kind is StageKind.OVERLOAD for stage in stages)
     if closed or len(between) >= MOST_BETWEEN_RUNGS:
         return None
-    pinned = None if between else suggest_bisection(points_of(stages))
+    pinned = None if between else suggest_bisection(points_of(stages), on_graph_grid=plan.on_graph_grid)
     load = _where_to_stand(plan, stages) if pinned is None else pinned
     return None if load is None else LadderStep(kind=StageKind.BISECT, load=load)
 
@@ -159,10 +164,21 @@ def _where_to_stand(plan: Ladder, stages: Sequence[StageRecord]) -> int | None:
     knee = find_knee(points, num_bootstrap=0).load
     limit = None if slo is None else slo_boundary(points, ttft_p95_ms=slo.ttft_p95_ms, itl_p95_ms=slo.itl_p95_ms)
     if limit is None or limit.load is None or (knee is not None and limit.load >= OPERATING_BAND[1] * knee):
+        if plan.on_graph_grid:
+            return _on_the_grid(math.inf if knee is None else OPERATING_BAND[1] * knee, stages)
         return None if knee is None else _left_of_the_knee(knee, stages)
     load = load_left_of(limit)
+    if plan.on_graph_grid:
+        return None if load is None else _on_the_grid(load, stages)
     near = limit.inside is not None and limit.inside >= OPERATING_BAND[0] * limit.load
     return None if near or load in {stage.load for stage in stages} else load
+
+
+def _on_the_grid(most: float, stages: Sequence[StageRecord]) -> int | None:
+    """The largest fence up to `most`, and within the ladder, that has a captured graph; None where it was measured."""
+    measured = {stage.load for stage in stages}
+    load = grid_floor(max(1.0, min(most, max(stage.load for stage in stages if not stage.fenced))))
+    return None if load in measured else load
 
 
 def _left_of_the_knee(knee: float, stages: Sequence[StageRecord]) -> int | None:

@@ -379,6 +379,13 @@ class EngineFacts(Record):
     memory_reserved_bytes: int | None = None
     weights_bytes: int | None = None
     activation_peak_bytes: int | None = None
+    captures_graphs: bool | None = None
+    """Whether decode steps run from graphs captured for some batch sizes; None: it does not tell."""
+
+    @property
+    def may_capture_graphs(self) -> bool:
+        """Whether a fence off the sizes that graphs are captured for may be slow: not only where it is known to be."""
+        return self.captures_graphs is not False
 
 
 class Measured(Record):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tuner.analysis.graph_grid import stages_to_stand_on
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
 from tuner.answer import Slo
@@ -291,7 +292,7 @@ def _tell(study: Study, proposal: Proposal, trial: TrialRecord, slo: Slo | None)
         study.tell_infeasible(proposal, {"works": 1.0}, "no limits are known: no stage at load 1 was valid")
         return
     knee = find_knee(points_of(outcome.stages), fence=trial.config.fence)
-    point = operating_point(outcome.stages, knee, slo)
+    point = operating_point(stages_to_stand_on(outcome), knee, slo)
     if point is None:
         nearest = least_violating_stage(outcome.stages, slo)
         amounts = {"works": 1.0} if nearest is None else violations(nearest, slo)

@@ -26,7 +26,7 @@ from tuner.engines.device_return import (
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
 from tuner.gpus import VARIABLE
 from tuner.job import TuningJob
-from tuner.ladder import Plan
+from tuner.ladder import Ladder, Plan
 from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
 from tuner.measure.spec import Target
@@ -298,8 +298,11 @@ def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> 
         root_pid=None if facts.simulated else engine.launch.pid,
         memory=builtin.memory(reading),
     )
+    plan = spec.plan
+    if isinstance(plan, Ladder):
+        plan = plan.model_copy(update={"on_graph_grid": facts.may_capture_graphs})
     task = Climb(
-        plan=spec.plan,
+        plan=plan,
         workload=spec.job.workload,
         burst=spec.job.burst,
         measure=spec.job.measure,

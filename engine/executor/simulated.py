@@ -86,6 +86,7 @@ class SimulatedExecutor:
             memory=budget,
             eos_token_ids=model.eos_token_ids,
             vocab_size=model.vocab_size,
+            captures_graphs=law.graphs.without_graph_factor > 1,
             warnings=(_LABEL.format(law=law), *warnings, *overridden),
         )
 

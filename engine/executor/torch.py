@@ -121,6 +121,7 @@ class TorchExecutor:
             memory=report.budget,
             eos_token_ids=plan.model.eos_token_ids,
             vocab_size=plan.model.vocab_size,
+            captures_graphs=False,
             warnings=(*plan.warnings, *overridden),
         )
 

@@ -39,6 +39,7 @@ def fake_resolved(asked: EngineConfig, *, eos_token_ids: tuple[int, ...] = (EOS_
         ),
         eos_token_ids=eos_token_ids,
         vocab_size=259,
+        captures_graphs=False,
         warnings=tuple(check_against_model(asked, max_model_len=max_model_len)),
     )
 

@@ -167,6 +167,7 @@ def facts(config: EngineConfig) -> EngineFacts:
         memory_reserved_bytes=reserved,
         weights_bytes=WEIGHTS_BYTES,
         activation_peak_bytes=ACTIVATION_BYTES,
+        captures_graphs=False,
     )
 
 

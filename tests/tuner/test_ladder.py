@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.records import estimate, stage
 from tuner.analysis.fence import fenced_beyond
+from tuner.analysis.graph_grid import grid_floor, is_on_grid
 from tuner.analysis.knee import find_knee, points_of
 from tuner.answer import LadderVerdict, Slo
 from tuner.ladder import FixedSteps, Ladder, LadderStep, most_stages, next_step, rungs
@@ -69,6 +70,30 @@ def test_limits_that_are_left_before_the_knee_get_the_stage() -> None:
     assert knee > 20
     assert len(bound) <= len(free)
     assert inside == 11
+
+
+@settings(deadline=None)
+@given(bend=st.floats(1.0, 40.0), seqs=st.sampled_from([97, 100, 256]))
+def test_a_fence_with_a_graph_just_left_of_the_knee_is_measured(bend: float, seqs: int) -> None:
+    """On an engine with captured graphs the fence that is recommended has one, and is no guess."""
+    plan = Ladder(max_num_seqs=seqs, max_load=512, slo=Slo(ttft_p95_ms=1e6, itl_p95_ms=1e6), on_graph_grid=True)
+    stages = _climb(plan, lambda n: 1000 * n / (bend + n))
+    knee = find_knee(points_of(stages), fence=seqs, num_bootstrap=0).load
+    edge = seqs + 1 if knee is None else knee
+    fences = [each.load for each in stages if is_on_grid(each.load) and each.load < max(2, edge)]
+
+    # 0.75 and not 0.95: the stage that stands left of the knee may itself turn out to be the knee.
+    assert max(fences) >= grid_floor(max(1, 0.75 * edge))
+    assert len(stages) <= most_stages(plan)
+
+
+def test_limits_are_left_at_a_fence_with_a_graph() -> None:
+    """Inside the limits, too, the stage that is measured between rungs is one that may be recommended."""
+    slo = Slo(ttft_p95_ms=1e6, itl_p95_ms=1.15 * (12 + 2.25 * 30.0))
+    plan = Ladder(max_num_seqs=256, max_load=512, slo=slo, on_graph_grid=True)
+    stages = _climb(plan, lambda n: 1000 * n / (8 + n))
+
+    assert max(each.load for each in stages if each.itl_p95_ms.value <= slo.itl_p95_ms) == 24
 
 
 def test_an_engine_that_scales_for_ever_ends_at_the_fence() -> None:

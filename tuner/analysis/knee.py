@@ -26,6 +26,7 @@ from tuner.analysis.curve import (
     curve_through,
     relative_noise,
 )
+from tuner.analysis.graph_grid import COARSEST_STEP, is_on_grid
 from tuner.answer import KneeFinding, LadderVerdict
 from tuner.records import CLIMB_KINDS, StageKind, StageRecord
 
@@ -126,11 +127,12 @@ def find_knee(
     )
 
 
-def suggest_bisection(points: Sequence[LadderPoint]) -> int | None:
+def suggest_bisection(points: Sequence[LadderPoint], *, on_graph_grid: bool = False) -> int | None:
     """The load where one more stage pins the knee best: inside the gap, next to the best stage, that holds the peak.
 
     Args:
         points: the stages so far; a load that was tried, valid or not, is not asked for again.
+        on_graph_grid: take a load that may become a fence where graphs are captured, if the gap holds one.
 
     Returns:
         None where the gap holds no such load, or the maximum is at an end of the ladder with nothing beside it.
@@ -150,8 +152,11 @@ def suggest_bisection(points: Sequence[LadderPoint]) -> int | None:
     tried = {point.load for point in points}
     middle = math.floor(math.sqrt(low) * math.sqrt(high))
     # One of the first whole loads around the middle is untried, however wide the gap is.
-    near = range(middle - len(tried), middle + len(tried) + 2)
+    reach = (len(tried) + 1) * (COARSEST_STEP if on_graph_grid else 1)
+    near = range(middle - reach, middle + reach + 1)
     candidates = [load for load in near if low < load < high and load not in tried]
+    if on_graph_grid:
+        candidates = [load for load in candidates if is_on_grid(load)] or candidates
     return min(
         candidates, key=lambda load: (abs(math.log(load / (math.sqrt(low) * math.sqrt(high)))), load), default=None
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.analysis.capacity import is_inside
+from tuner.analysis.graph_grid import stages_to_stand_on
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.noise import launch_noise, widened
 from tuner.analysis.pareto import overlap, smaller_first
@@ -124,7 +125,7 @@ def choose_protective(
     """
     ranked = []
     for trial, measured in _studied(trials):
-        for stage in _open_stages(measured.stages):
+        for stage in _open_stages(stages_to_stand_on(measured)):
             config = _below(ceiling, trial.config, stage.users)
             if config is None:
                 continue
@@ -216,7 +217,7 @@ def _open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
 
 def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoice | None:
     knee = find_knee(points_of(measured.stages), fence=trial.config.fence)
-    stage = operating_point(measured.stages, knee, slo)
+    stage = operating_point(stages_to_stand_on(measured), knee, slo)
     if stage is None:
         return None
     bend = "shows no knee: " + knee.verdict.value if knee.load is None else f"bends at load {knee.load:g}"

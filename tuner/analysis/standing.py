@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tuner.analysis.graph_grid import stages_to_stand_on
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import complies, derive_slo, operating_point
 from tuner.answer import Slo
@@ -55,5 +56,7 @@ def _point(trial: TrialRecord, slo: Slo) -> StageRecord | None:
     if trial.outcome.outcome != "measured":
         return None
     stages = trial.outcome.stages
-    stage = operating_point(stages, find_knee(points_of(stages), fence=trial.config.fence, num_bootstrap=0), slo)
+    stage = operating_point(
+        stages_to_stand_on(trial.outcome), find_knee(points_of(stages), fence=trial.config.fence, num_bootstrap=0), slo
+    )
     return stage if stage is not None and complies(stage, slo) else None

@@ -133,6 +133,7 @@ def facts(reading: Reading) -> EngineFacts:
         memory_reserved_bytes=memory["requested"],
         weights_bytes=memory["weights"],
         activation_peak_bytes=memory["activation_peak"],
+        captures_graphs=_as_bool(labels.get("captures_graphs")),
     )
 
 
@@ -155,6 +156,10 @@ def mismatch(config: EngineConfig, reading: Reading) -> str | None:
         if in_force != str(value) and value != "auto":
             return f"{name}: asked for {value}, the engine runs with {in_force}"
     return None
+
+
+def _as_bool(label: str | None) -> bool | None:
+    return None if label is None else label == "True"
 
 
 def _get(url: str) -> str:

@@ -368,3 +368,16 @@ def test_bisection_goes_where_the_peak_is() -> None:
     assert suggest_bisection(tried) == 22
     assert suggest_bisection(points((1, 2, 3), rates[:3], noise=0.02)) is None
     assert suggest_bisection(points(loads[:2], rates[:2])) is None
+
+
+def test_a_bisection_on_the_graph_grid_asks_for_a_size_with_a_graph() -> None:
+    """What pins the knee may be stood at, too; only where the gap holds no such size is another asked for."""
+    loads = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    asked = {
+        knee: suggest_bisection(
+            points(loads, batch_server(knee)(np.array(loads, dtype=float)), noise=0.02), on_graph_grid=True
+        )
+        for knee in (6, 11, 23, 45, 90, 180, 362)
+    }
+
+    assert asked == {6: 6, 11: 11, 23: 24, 45: 48, 90: 88, 180: 184, 362: 368}

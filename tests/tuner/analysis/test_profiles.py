@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes import records
 from tests.tuner.analysis.curves import DOUBLING, climbed
+from tuner.analysis.graph_grid import is_on_grid
 from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, judge_burst, run_verdict
 from tuner.answer import LadderVerdict, RunVerdict, Slo
 from tuner.records import (
@@ -79,6 +80,30 @@ def test_production_is_pinned_left_of_its_knee() -> None:
     assert choice.config == BIG.model_copy(update={"max_num_seqs": choice.stage.load})
     assert choice.config.max_num_batched_tokens >= choice.config.max_num_seqs
     assert choice.evidence
+
+
+def test_a_fence_has_a_captured_graph_where_the_engine_captures_any() -> None:
+    """Off the grid the largest batches run without a graph, up to several times slower than was measured."""
+    config = BIG.model_copy(update={"max_num_seqs": 128, "max_num_batched_tokens": 2048})
+    given = {80: 4000, 88: 4350, 96: 4700, 97: 3100, 100: 3050, 103: 4900, 104: 4950, 112: 5000, 128: 5020}
+    stages = tuple(
+        records.stage(config, load, index=index, num_preemptions=0).model_copy(
+            update={"output_throughput": records.estimate(float(rate)), "kv_cache_usage_peak": 0.5}
+        )
+        for index, (load, rate) in enumerate(given.items())
+    )
+    facts = records.facts(config)
+    fences = {}
+    for captures in (True, None, False):
+        told = facts.model_copy(update={"captures_graphs": captures})
+        trial = records.trial(0, config, outcome=Measured(facts=told, stages=stages))
+        choice = _chosen(trial)
+        candidates = choose_protective(choice.config, [trial], WIDE)
+        assert choice.knee.load == 104
+        assert captures is False or all(is_on_grid(each.config.max_num_seqs) for each in candidates)
+        fences[captures] = choice.config.max_num_seqs
+
+    assert fences == {True: 96, None: 96, False: 103}
 
 
 def test_more_throughput_wins_beyond_noise_and_the_smaller_setting_within() -> None:
