@@ -215,6 +215,7 @@ def _task(server: Server, options: BenchOptions, *, first_request_s: float) -> C
         arrivals=Constant(kind="constant") if options.arrivals == "constant" else POISSON,
         entropy=(options.seed, FIRST_LADDER),
         fence=_fence(server, options),
+        caches_prefixes=server.facts.config is None or server.facts.config.enable_prefix_caching,
         rate_rps=1 / max(first_request_s, SHORTEST_REQUEST_S),
     )
 

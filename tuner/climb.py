@@ -6,12 +6,13 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
 
 from tuner.analysis.slo import derive_slo
+from tuner.engines.running import reset_prefix_cache
 from tuner.job import MeasureSpec
 from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.arrivals import OpenArrivals, Poisson, Replayed
@@ -19,7 +20,7 @@ from tuner.load.traces import read_trace
 from tuner.load.workload import Workload
 from tuner.measure import saturation
 from tuner.measure.stage import StageSpec, Target, measure_stage
-from tuner.records import StageKind, StageRecord
+from tuner.records import PrefixCacheReset, StageKind, StageRecord
 from tuner.store import keep_stage
 
 FEWEST_REQUESTS = 20
@@ -49,6 +50,10 @@ MOST_RATE_STAGE_S = 600.0
 RATE_STAGE_S = 1.2 * saturation.FEWEST_S
 """Shortest time that is allowed to a stage under a rate. Unit: seconds."""
 
+FORGET_S = 10.0
+"""The last stage's requests, which were hung up on, are gone sooner than that; while there are any, nothing is
+forgotten. Unit: seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
@@ -68,6 +73,9 @@ class Climb:
 
     fence: int | None
     """Most requests that run at once; None: not known, and no stage is taken to be past it."""
+
+    caches_prefixes: bool
+    """Whether the engine may keep prefixes; before a stage whose requests share some it is asked to forget them."""
 
     rate_rps: float = math.inf
     """Requests per second to reckon with until a stage has shown some; inf where nothing is known."""
@@ -94,10 +102,21 @@ def climb(
     stages = list(kept)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while not stalled(stages) and goes_on(stages) and (step := next_step(task.plan, stages)) is not None:
-            measured = runner.run(measure_stage(stage_spec(task, step, stages), target))
+            spec = stage_spec(task, step, stages)
+            reset = runner.run(_forget_prefixes(task, spec.workload, target))
+            measured = runner.run(measure_stage(spec, target))
+            measured = replace(measured, record=measured.record.model_copy(update={"prefix_cache_reset": reset}))
             stages.append(measured.record)
             keep_stage(directory, measured)
             yield measured.record
+
+
+async def _forget_prefixes(task: Climb, workload: Workload, target: Target) -> PrefixCacheReset | None:
+    """Have what earlier stages left in the prefix cache forgotten; None where that cannot matter."""
+    if not (task.caches_prefixes and workload.shares_prefixes):
+        return None
+    why_not = await reset_prefix_cache(target.endpoint, patience_s=FORGET_S)
+    return "done" if why_not is None else "not reset"
 
 
 def stalled(stages: Sequence[StageRecord]) -> bool:

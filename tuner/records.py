@@ -131,6 +131,8 @@ Loop = Literal["closed", "open", "batch"]
 
 EndedBy = Literal["precise", "time", "failures", "stalled", "oversaturated", "complete"]
 
+PrefixCacheReset = Literal["done", "not reset"]
+
 OPEN_KINDS = frozenset({StageKind.RATE, StageKind.BATCH})
 """Stages that are no point of a knee curve: their load is not a number of users."""
 
@@ -225,6 +227,10 @@ class StageRecord(Record):
     """Whether load is above the fence, so that the rest waits in the queue by our own limit."""
 
     workload_hash: str
+    prefix_cache_reset: PrefixCacheReset | None = None
+    """What came of asking the engine to forget what earlier stages left in its prefix cache; None: it was not asked, as
+    no request begins like another, or nothing is cached."""
+
     warm_up_s: float
     """Before the measured window: the first request of every user, until no clear trend was left, and the transient."""
 

@@ -46,6 +46,11 @@ from tuner.wording import config_text
 
 logger = logging.getLogger(__name__)
 
+_NOT_RESET = (
+    "the engine did not reset its prefix cache between stages that share prefixes: each is measured with what the ones "
+    "before it left there"
+)
+
 _UNREADABLE = (
     "how much of the device's memory is in use cannot be read: after the launch it is only made sure that no process "
     "of it lives"
@@ -166,7 +171,7 @@ class _Attempt(NamedTuple):
 
 def _attempted(
     spec: TrialSpec, environment: dict[str, str], stages: list[StageRecord], *, on_gpu: bool
-) -> Generator[StageRecord, None, _Attempt]:
+) -> Generator[TrialNote | StageRecord, None, _Attempt]:
     """Launch the engine, climb, end it; each stage is added to `stages` as it ends."""
     begun = time.perf_counter()
     start_s = 0.0
@@ -179,6 +184,8 @@ def _attempted(
                 for stage in _climb(spec, engine, reading):
                     stages.append(stage)
                     yield stage
+                    if _first_not_reset(stages) is stage:
+                        yield TrialNote(text=f"trial {spec.number}: {_NOT_RESET}")
             return _Attempt(refused or _outcome(spec, engine, reading, stages), start_s, came_up=True)
     except EngineStartError as error:
         return _Attempt(_not_started(spec, error), time.perf_counter() - begun, came_up=False)
@@ -308,8 +315,13 @@ def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> 
         measure=spec.job.measure,
         entropy=(spec.job.seed, spec.number),
         fence=spec.config.fence,
+        caches_prefixes=spec.config.enable_prefix_caching,
     )
     yield from climb(task, target, kept=spec.kept_stages, directory=spec.directory, goes_on=lambda _: engine.is_alive())
+
+
+def _first_not_reset(stages: Sequence[StageRecord]) -> StageRecord | None:
+    return next((stage for stage in stages if stage.prefix_cache_reset == "not reset"), None)
 
 
 def _outcome(

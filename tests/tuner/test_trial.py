@@ -16,8 +16,9 @@ import pytest
 
 from tuner.job import EngineSpec, load_job
 from tuner.ladder import FixedSteps, LadderStep
+from tuner.load.connection import Endpoint
 from tuner.records import EngineConfig, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
-from tuner.trial import TrialSpec, run_trial
+from tuner.trial import TrialNote, TrialSpec, run_trial
 
 QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "20s", "max_warm_up": "20s", "precision": 0.5}
 
@@ -119,6 +120,44 @@ def test_a_simulated_engine_is_measured_and_every_record_says_so(tmp_path: Path)
     assert trial.outcome.facts.device == "simulated:known"
     assert stage.memory.device_peak_bytes is None
     assert stage.output_throughput.value <= 1.1 * 4 / (0.01 + 4 * 0.001)
+
+
+SHARING = {
+    "input_len": {"kind": "fixed", "tokens": 8},
+    "output_len": {"kind": "fixed", "tokens": 8},
+    "shared_prefix": {"tokens": 64},
+}
+
+
+@pytest.mark.parametrize(("setting", "told"), [({"enable_prefix_caching": True}, "done"), ({}, None)])
+def test_stages_that_share_prefixes_begin_with_an_empty_cache(
+    tmp_path: Path, setting: dict[str, object], told: str | None
+) -> None:
+    """What earlier stages left in the prefix cache is not measured, and each record says whether it was forgotten."""
+    law = tmp_path / "known.yaml"
+    law.write_text(LAW, encoding="utf-8")
+    over = {"engine": {"law": str(law), "device_memory": None}, "workload": SHARING}
+    stages, _ = _run(_spec(tmp_path, _steps(2, 4), over=over, **setting))
+
+    assert {stage.load for stage in stages} == {2, 4}
+    assert [stage.prefix_cache_reset for stage in stages] == [told] * len(stages)
+
+
+def test_an_engine_that_forgets_nothing_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without the endpoint is measured all the same, and nobody takes its stages for cold ones."""
+
+    async def not_there(_endpoint: Endpoint, *, patience_s: float) -> str:
+        return "HTTP 404"
+
+    monkeypatch.setattr("tuner.climb.reset_prefix_cache", not_there)
+    law = tmp_path / "known.yaml"
+    law.write_text(LAW, encoding="utf-8")
+    over = {"engine": {"law": str(law), "device_memory": None}, "workload": SHARING}
+    events = list(run_trial(_spec(tmp_path, _steps(2, 4), over=over, enable_prefix_caching=True)))
+    stages = [event for event in events if isinstance(event, StageRecord)]
+
+    assert {stage.prefix_cache_reset for stage in stages} == {"not reset"}
+    assert sum(isinstance(event, TrialNote) and "did not reset" in event.text for event in events) == 1
 
 
 def test_a_small_share_under_overload_preempts_and_the_record_says_so(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ ANSWER_S = 10.0
 RESET_S = 60.0
 """Resetting a prefix cache waits for an engine's step. Unit: seconds."""
 
+_IN_USE = "the server had requests in flight"
+_ASK_AGAIN_S = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
@@ -67,8 +70,21 @@ async def discover(endpoint: Endpoint, *, model: str | None) -> Server:
     return Server(endpoint=endpoint, facts=facts, memory=_memory(page))
 
 
-async def reset_prefix_cache(endpoint: Endpoint) -> str | None:
-    """Empty the server's prefix cache; returns why that was not done, None where it was."""
+async def reset_prefix_cache(endpoint: Endpoint, *, patience_s: float = 0.0) -> str | None:
+    """Empty the server's prefix cache; returns why that was not done, None where it was.
+
+    Args:
+        patience_s: how long to go on asking a server that still has requests, such as those just hung up on.
+    """
+    until_s = perf_counter() + patience_s
+    while True:
+        why_not = await _reset_once(endpoint)
+        if why_not != _IN_USE or perf_counter() >= until_s:
+            return why_not
+        await asyncio.sleep(_ASK_AGAIN_S)
+
+
+async def _reset_once(endpoint: Endpoint) -> str | None:
     try:
         exchange = await exchange_once(endpoint, endpoint.post_json("/reset_prefix_cache", b""), timeout_s=RESET_S)
     except OSError as error:
@@ -76,7 +92,7 @@ async def reset_prefix_cache(endpoint: Endpoint) -> str | None:
     if not exchange.succeeded:
         return exchange.fault or f"HTTP {exchange.status}"
     answer = _parsed(exchange.body)
-    return "the server had requests in flight" if isinstance(answer, dict) and answer.get("success") is False else None
+    return _IN_USE if isinstance(answer, dict) and answer.get("success") is False else None
 
 
 async def exchange_once(endpoint: Endpoint, payload: bytes, *, timeout_s: float) -> Exchange:

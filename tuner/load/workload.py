@@ -106,6 +106,13 @@ class Workload(Record):
         return self.chat is not None or (self.trace is not None and self.loop == "closed")
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether a request may begin as another does, so that what a prefix cache holds counts."""
+        if self.trace is not None:
+            return any(row.segments or row.session is not None for row in read_trace(self.trace).rows)
+        return self.shared_prefix is not None or self.chat is not None
+
+    @property
     def thinks(self) -> bool:
         """Whether users pause between their requests."""
         pauses = isinstance(self.arrivals, Closed) and self.arrivals.think_time > 0

@@ -122,6 +122,21 @@ async def test_a_cache_in_use_is_not_reset() -> None:
         assert await reset_prefix_cache(stub.endpoint) == "the server had requests in flight"
 
 
+async def test_requests_that_were_hung_up_on_are_waited_for() -> None:
+    """A reset right after a stage meets its last requests: asked once, it would never be done."""
+
+    class _Draining(dict[str, tuple[int, str]]):
+        left = 2
+
+        def __getitem__(self, path: str) -> tuple[int, str]:
+            self.left -= 1
+            return 200, json.dumps({"success": self.left < 0})
+
+    async with running_stub(Behaviour()) as stub:
+        stub.pages = _Draining({"/reset_prefix_cache": (200, "")})
+        assert await reset_prefix_cache(stub.endpoint, patience_s=60.0) is None
+
+
 @pytest.mark.parametrize(
     ("url", "told"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -38,6 +39,19 @@ def test_every_preset_loads_and_says_why(name: str) -> None:
     workload = load_workload(name)
     assert workload.name == name
     assert len(workload.why) > 20
+
+
+@pytest.mark.parametrize("more", ["", ', "prefix": "system", "prefix_tokens": 4', ', "session": "s"'])
+def test_a_workload_knows_whether_its_prompts_share_beginnings(tmp_path: Path, more: str) -> None:
+    """Where they do, a prefix cache is emptied before each stage; where they do not, the server is left alone."""
+    line = f'{{"input_tokens": 9, "output_tokens": 2{more}}}\n'
+    (tmp_path / "trace.jsonl").write_text(line, encoding="utf-8")
+    traced = load_workload({"trace": {"path": str(tmp_path / "trace.jsonl"), "format": "jsonl"}})
+
+    assert traced.shares_prefixes is bool(more)
+    assert load_workload(SMALL | {"chat": {"turns": 2}}).shares_prefixes
+    assert load_workload(SMALL | {"shared_prefix": {"tokens": 9}}).shares_prefixes
+    assert not load_workload(SMALL).shares_prefixes
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 40), st.integers(1, 40))
