@@ -35,12 +35,22 @@ class Usage:
 class AnswerFormat:
     """Writes one answer, whole or in chunks; what is the same in every chunk is put together once."""
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
+    def __init__(self, model: str, *, is_chat: bool, prompts: Sequence[tuple[int, ...]] | None = None) -> None:
+        """Begin an answer.
+
+        Args:
+            model: the name it is served under.
+            is_chat: which of the two endpoints answers.
+            prompts: each choice's prompt, where token ids are to be told; they stand where vLLM has them: a chat's
+                prompt, of which there is one, beside the choices, else in the choice, and in the first of its chunks.
+        """
         created = int(datetime.now(UTC).timestamp())
         answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
         whole, chunk = ("chat.completion", "chat.completion.chunk") if is_chat else ("text_completion",) * 2
         rest = f'"created":{created},"model":{json.dumps(model)},"choices":['
         self._is_chat = is_chat
+        self._prompts = prompts
+        self._begun: set[int] = set()
         self._whole = f'{{"id":"{answer_id}","object":"{whole}",{rest}'
         self._chunk = f'data: {{"id":"{answer_id}","object":"{chunk}",{rest}'
         self._before_index = self._chunk + '{"index":'
@@ -54,13 +64,23 @@ class AnswerFormat:
         why = "null" if piece.finish_reason is None else _end(piece)
         return (
             f"{self._before_index}{index}{self._before_text}{json.dumps(piece.text)}{self._after_text}{logprobs}"
-            f',"finish_reason":{why}}}]{usage}}}\n\n'
+            f',"finish_reason":{why}{self._chunk_ids(index, piece)}}}]{usage}}}\n\n'
         ).encode()
+
+    def _chunk_ids(self, index: int, piece: Piece) -> str:
+        if self._prompts is None:
+            return ""
+        is_first = not self._is_chat and index not in self._begun
+        self._begun.add(index)
+        return f'{self._prompt_ids(index) if is_first else ""},"token_ids":[{piece.token_id}]'
+
+    def _prompt_ids(self, index: int) -> str:
+        return "" if self._prompts is None else f',"prompt_token_ids":{json.dumps(self._prompts[index])}'
 
     def role_chunk(self, index: int, usage: str) -> bytes:
         """The event that opens a choice of a chat answer, before its first token."""
         rest = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return f"{self._before_index}{index},{rest}]{usage}}}\n\n".encode()
+        return f"{self._before_index}{index},{rest}]{self._prompt_ids(index)}{usage}}}\n\n".encode()
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The event with the final counts, and no choices."""
@@ -69,14 +89,17 @@ class AnswerFormat:
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
         """The JSON of an answer that was not streamed: the pieces of each choice, none empty."""
         told = ",".join(self._choice(index, pieces) for index, pieces in enumerate(choices))
-        return f'{self._whole}{told}],"usage":{usage.as_json()}}}'.encode()
+        prompt = self._prompt_ids(0) if self._is_chat else ""
+        return f'{self._whole}{told}]{prompt},"usage":{usage.as_json()}}}'.encode()
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> str:
         text = json.dumps("".join(piece.text for piece in pieces))
         content = f'"message":{{"role":"assistant","content":{text}}}' if self._is_chat else f'"text":{text}'
         reports = [piece.report for piece in pieces if piece.report is not None]
         logprobs = json.dumps(self._logprobs(reports)) if reports else "null"
-        return f'{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{_end(pieces[-1])}}}'
+        ids = "" if self._prompts is None else f',"token_ids":{json.dumps([piece.token_id for piece in pieces])}'
+        prompt = "" if self._is_chat else self._prompt_ids(index)
+        return f'{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{_end(pieces[-1])}{prompt}{ids}}}'
 
     def _logprobs(self, reports: Sequence[TokenReport]) -> dict[str, object]:
         if self._is_chat:

@@ -36,6 +36,7 @@ class TokenReport(NamedTuple):
 class Piece(NamedTuple):
     """What one token adds to a choice."""
 
+    token_id: int
     text: str
     """May be empty: half a character, a special token, or the beginning of a stop string."""
 
@@ -71,15 +72,15 @@ class Choice:
         report = None if token.logprobs is None else self._report(token.token_id, token.logprobs, text)
         stop_reason = self._stop_token(token) if reason is FinishReason.STOP else None
         if self._stop_strings is None:
-            return Piece(text, reason, stop_reason, report)
+            return Piece(token.token_id, text, reason, stop_reason, report)
         # As in vLLM, a stop string that ends within the first `min_tokens` tokens is text like any other.
         self._num_tokens += 1
         text, stopped_by = self._stop_strings.push(text, armed=self._num_tokens > self._sampling.min_tokens)
         if stopped_by is not None:
-            return Piece(text, FinishReason.STOP, stopped_by, report)
+            return Piece(token.token_id, text, FinishReason.STOP, stopped_by, report)
         if reason is not None:
             text += self._stop_strings.flush()
-        return Piece(text, reason, stop_reason, report)
+        return Piece(token.token_id, text, reason, stop_reason, report)
 
     def _stop_token(self, token: NewToken) -> int | None:
         """The token, if it ended the choice by `stop_token_ids`; the end of sequence goes without saying."""

@@ -140,6 +140,7 @@ class _GenerationRequest(BaseModel):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT)] | None = None
     best_of: int | None = None
     stream: bool | None = None

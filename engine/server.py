@@ -49,6 +49,12 @@ class _Job:
     is_chat: bool
     stream: bool
     options: StreamOptions
+    tells_token_ids: bool
+
+    def answer_format(self, model: str) -> AnswerFormat:
+        """What writes the answer."""
+        prompts = [choice.prompt_token_ids for choice in self.choices] if self.tells_token_ids else None
+        return AnswerFormat(model, is_chat=self.is_chat, prompts=prompts)
 
 
 def _job(body: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> _Job:
@@ -61,6 +67,7 @@ def _job(body: CompletionRequest | ChatRequest, prompts: Sequence[tuple[int, ...
         is_chat=isinstance(body, ChatRequest),
         stream=bool(body.stream),
         options=body.stream_options or StreamOptions(),
+        tells_token_ids=bool(body.return_token_ids),
     )
 
 
@@ -183,7 +190,7 @@ class Api:
         choices = await together(
             [self._collect(job, index, generation) for index, generation in enumerate(generations)]
         )
-        answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
+        answer = job.answer_format(self._resolved.served_model_name)
         usage = Usage(job.num_prompt_tokens, sum(map(len, choices)))
         return web.Response(body=answer.whole(choices, usage), content_type="application/json")
 
@@ -211,7 +218,7 @@ class Api:
 
     async def _write_events(self, response: web.StreamResponse, job: _Job, generations: Sequence[Generation]) -> None:
         """One event a token, even where its text is still empty; then the final counts where asked for."""
-        answer = AnswerFormat(self._resolved.served_model_name, is_chat=job.is_chat)
+        answer = job.answer_format(self._resolved.served_model_name)
         usage = Usage(job.num_prompt_tokens)
 
         async def write_choice(index: int, generation: Generation) -> None:

@@ -80,7 +80,7 @@ def test_a_stop_token_is_named_and_shown_where_asked_for(tokenizer: TextTokenize
 def test_the_end_of_sequence_goes_unnamed(tokenizer: TextTokenizer, ignore_eos: bool, named: int | None) -> None:  # noqa: FBT001 - a case
     """A client tells the model's own end from a stop token it asked for; with `ignore_eos` it asked for this one."""
     choice = _choice(tokenizer, stop_token_ids=(0,), ignore_eos=ignore_eos)
-    assert choice.take(NewToken(0, STOP, None)) == Piece("", STOP, named, None)
+    assert choice.take(NewToken(0, STOP, None)) == Piece(0, "", STOP, named, None)
 
 
 def test_half_a_character_before_the_end_is_shown(tokenizer: TextTokenizer) -> None:

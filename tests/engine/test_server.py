@@ -27,6 +27,8 @@ from engine.server import Api
 from engine.tokenizer import TextTokenizer
 from tests.fakes.executor import fake_resolved
 from tests.fakes.serving import ROOT, Serving, core_children, fake_command, json_lines, serving, start, wait_until_gone
+from tuner.load.connection import Endpoint
+from tuner.load.probe import tells_token_ids
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,47 @@ async def test_a_stream_and_a_whole_answer_say_the_same(client: aiohttp.ClientSe
     assert whole["choices"][0]["finish_reason"] == "length"
     assert whole["usage"]["completion_tokens"] == len(events) == 6
     assert "usage" not in events[0]
+
+
+async def test_completions_tell_token_ids(client: aiohttp.ClientSession) -> None:
+    """A client that goes on from an answer can send the very tokens: read back from text they may be others."""
+    body = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 4, "temperature": 0, "n": 2, "ignore_eos": True}
+    async with client.post("/v1/completions", json={**body, "return_token_ids": True}) as response:
+        choices = (await response.json())["choices"]
+    async with client.post("/v1/completions", json={**body, "return_token_ids": True, "stream": True}) as response:
+        events = [event["choices"][0] for event in data_of(await response.text())]
+    async with client.post("/v1/completions", json=body) as response:
+        plain = (await response.json())["choices"]
+
+    assert [choice["prompt_token_ids"] for choice in choices] == [[5, 6, 7]] * 2 + [[8, 9]] * 2
+    assert all(len(choice["token_ids"]) == 4 for choice in choices)
+    for choice in choices:
+        chunks = [event for event in events if event["index"] == choice["index"]]
+        assert [token_id for chunk in chunks for token_id in chunk["token_ids"]] == choice["token_ids"]
+        assert [chunk.get("prompt_token_ids") for chunk in chunks] == [choice["prompt_token_ids"], None, None, None]
+    assert not {"token_ids", "prompt_token_ids"} & set(plain[0])
+
+
+async def test_chats_tell_token_ids(client: aiohttp.ClientSession) -> None:
+    """The prompt that a template made of the messages is told once, beside the choices."""
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    async with client.post("/v1/chat/completions", json=body) as response:
+        whole = await response.json()
+    async with client.post("/v1/chat/completions", json={**body, "stream": True}) as response:
+        role, *events = data_of(await response.text())
+
+    told = [token_id for event in events for token_id in event["choices"][0]["token_ids"]]
+    assert len(told) == 4
+    assert told == whole["choices"][0]["token_ids"]
+    assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    assert role["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert "prompt_token_ids" not in events[0]
+
+
+async def test_the_tuner_is_told_token_ids(server: Serving) -> None:
+    """Turns of a chat repeat what was really said, so that a prefix cache knows it."""
+    assert await tells_token_ids(Endpoint.from_url(server.url), "embedded", token_ids=range(256))
 
 
 async def test_chat_opens_with_the_role(client: aiohttp.ClientSession) -> None:
