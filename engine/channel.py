@@ -16,6 +16,14 @@ _HEADER = struct.Struct("!I")
 """Before each message, its length. Unit: bytes."""
 
 _READ_BYTES = 2**16
+_FULL_BYTES = 2**16
+"""A read that found so much may have emptied a full socket, which holds some 200 KB: there may be a backlog behind."""
+
+_REFILL_S = 0.002
+"""Within that a sender that is not busy has filled the room again. Unit: seconds."""
+
+_MOST_REFILLS = 256
+"""Of a sender that never ends; some 50 MB."""
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
@@ -35,6 +43,7 @@ class Channel:
         self._end = end
         self._unsent = bytearray()
         self._unread = bytearray()
+        self._num_read_bytes = 0
         self._poller = select.poll()
 
     def fileno(self) -> int:
@@ -90,6 +99,22 @@ class Channel:
             raise EOFError("the other end is gone")
         return messages
 
+    def receive_all(self) -> list[object]:
+        """As `receive`, with what the other end could not send because the socket was full.
+
+        A reader that has other work between two reads would else be told only a socket's worth each time, and of what
+        ends a request only after all that was submitted before it.
+
+        Raises:
+            EOFError: as `receive`; what this call had read is then of no use to anybody.
+        """
+        messages = self.receive()
+        for _ in range(_MOST_REFILLS):
+            if self._num_read_bytes < _FULL_BYTES or not self.wait(_REFILL_S):
+                break
+            messages += self.receive()
+        return messages
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until something can be read, sending the backlog meanwhile; False when the time is up first.
 
@@ -125,6 +150,7 @@ class Channel:
 
     def _read(self) -> bool:
         """Take in what has come; True when the other end is gone."""
+        self._num_read_bytes = 0
         while True:
             try:
                 chunk = self._end.recv(_READ_BYTES)
@@ -135,5 +161,6 @@ class Channel:
             if not chunk:
                 return True
             self._unread += chunk
+            self._num_read_bytes += len(chunk)
             if len(chunk) < _READ_BYTES:
                 return False

@@ -255,7 +255,7 @@ def run_core(core: Core, channel: Channel) -> NoReturn:
         EOFError, OSError: when it does.
     """
     while True:
-        messages = channel.receive()
+        messages = channel.receive_all()
         for message in messages:
             if (answer := core.take(message)) is not None:
                 channel.send(answer)

@@ -114,8 +114,13 @@ def kv_quality(config: EngineConfig, *, num_prompts: int, text: Path | None, as_
     """Compare and write the outcome to stdout; returns the exit code, 0.
 
     Raises:
-        ConfigError: for a model that cannot be loaded, a text that cannot be read or is too short.
+        ConfigError: for a simulated engine, a model that cannot be loaded, a text that cannot be read or is too short.
     """
+    if config.executor != "torch":
+        raise ConfigError(
+            f"executor={config.executor!r} makes its tokens up, so there is nothing to compare: leave out --executor "
+            "and --law"
+        )
     texts = None if text is None else _read_text(config, text)
     quality = measure(config, num_prompts=num_prompts, texts=texts)
     sys.stdout.write((quality.json() if as_json else "\n".join(quality.lines())) + "\n")

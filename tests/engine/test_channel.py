@@ -46,6 +46,42 @@ def test_messages_arrive_whole_and_in_order(sizes: list[int], reads: list[bool])
     assert got == [(index, b"x" * size) for index, size in enumerate(sizes)]
 
 
+def test_more_than_a_socket_holds_is_heard_at_once(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core hears of a burst, and of clients that have hung up, before its next step and not a socketful a step."""
+    sender, receiver = ends
+    wait = receiver.wait
+
+    def sender_sees_room(timeout_s: float | None = None) -> bool:
+        sender.flush()
+        return wait(timeout_s)
+
+    monkeypatch.setattr(receiver, "wait", sender_sees_room)
+    sent = [(index, b"x" * 5000) for index in range(900)]
+    for message in sent:
+        sender.send(message)
+    assert sender.has_backlog
+
+    assert receiver.receive_all() == sent
+
+
+def test_a_sender_that_never_ends_is_left_at_some_point(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much comes in, steps go on."""
+    sender, receiver = ends
+
+    def sender_has_more(timeout_s: float | None = None) -> bool:
+        sender.send(b"x" * 2**17)
+        return True
+
+    monkeypatch.setattr(receiver, "wait", sender_has_more)
+    sender.send(b"x" * 2**17)
+
+    assert len(receiver.receive_all()) > 1
+
+
 def test_sending_does_not_wait_for_a_reader(ends: tuple[Channel, Channel]) -> None:
     """With nobody reading, `send` returns and keeps what the socket did not take."""
     sender, receiver = ends

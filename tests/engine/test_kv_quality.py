@@ -79,7 +79,11 @@ def test_the_command_reads_a_text_and_writes_json(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(("--prompts", "0"), "prompts=0 is below 1"), (("--text", "nowhere.txt"), "--text nowhere.txt cannot be read")],
+    [
+        (("--prompts", "0"), "prompts=0 is below 1"),
+        (("--text", "nowhere.txt"), "--text nowhere.txt cannot be read"),
+        (("--executor", "simulated", "--law", "h100-8b"), "executor='simulated' makes its tokens up"),
+    ],
 )
 def test_bad_input_is_said_to_be(flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line and exit code 2, not a traceback."""
