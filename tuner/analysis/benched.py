@@ -11,7 +11,7 @@ from tuner.analysis.diagnosis import diagnose
 from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
 from tuner.analysis.knee import find_knee, point_of, points_of
 from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
-from tuner.analysis.rates import safe_rate_found
+from tuner.analysis.rates import SHORT_STAGES, safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
 from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, Slo
 from tuner.records import EngineConfig, Estimate, StageRecord
@@ -135,6 +135,8 @@ def _rate_warnings(rated: Sequence[StageRecord], slo: Slo | None) -> Iterator[st
     elif rated and slo is not None and safe_rate_found(rated, slo) is None:
         lowest = min(stage.load for stage in rated)
         yield f"no rate of arrivals was shown to be safe, down to {lowest:.3g} requests/s"
+    elif rated:
+        yield SHORT_STAGES
 
 
 def _unknown(stages: Sequence[StageRecord]) -> Iterator[str]:

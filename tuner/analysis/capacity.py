@@ -105,7 +105,12 @@ def capacity(
     at_load, at_rate = largest_load(closed, target), largest_load(open_, target)
     replicas, reason = None, None
     if expected is not None:
-        replicas, reason = _replicas(production, request_rate_rps, safe_rate_rps, expected, data_parallel_size)
+        none_safe = bool(open_) and safe_rate_rps is None
+        if none_safe and expected.users is None:
+            tried = min(attained.load for attained in open_)
+            reason = f"how many replicas it takes is unknown: no rate was safe, down to {tried:.3g} requests/s"
+        else:
+            replicas, reason = _replicas(production, request_rate_rps, safe_rate_rps, expected, data_parallel_size)
     return Capacity(
         attainment_target=target,
         load=None if at_load is None else round(at_load.load),

@@ -63,6 +63,14 @@ def _tells(stage: StageRecord, slo: Slo) -> bool:
     return stage.valid and is_proven
 
 
+SHORT_STAGES = (
+    "the safe rate rests on short stages that begin with an idle engine: near capacity waits depend on each other and "
+    "p95 TTFT may be well above what was seen, so treat it as an upper estimate and stay clearly below it"
+)
+"""Said wherever a safe rate is: the interval of a TTFT takes its samples for independent, which in an open loop they
+are not."""
+
+
 def safe_rate_found(stages: Sequence[StageRecord], slo: Slo) -> Estimate | None:
     """The highest rate shown to be safe, in requests per second; None where none was.
 

@@ -10,7 +10,7 @@ from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_
 from tuner.analysis.noise import launch_noise
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
-from tuner.analysis.rates import RateSearch, safe_rate_found
+from tuner.analysis.rates import SHORT_STAGES, RateSearch, safe_rate_found
 from tuner.analysis.slo import KV_HEADROOM
 from tuner.answer import (
     Baseline,
@@ -23,7 +23,7 @@ from tuner.answer import (
     Slo,
     TimeSplit,
 )
-from tuner.records import EngineConfig, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import EngineConfig, Estimate, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 
@@ -154,7 +154,7 @@ def recommend(
             *_failed_defaults(trials, defaults),
             *_crashes(trials, (production_profile, protective_profile)),
             *_warnings(production_profile, protective_profile),
-            *([] if production_profile is None or safe_rate_rps is not None else [_no_safe_rate(rate)]),
+            *([] if production_profile is None else [_about_safe_rate(safe_rate_rps, rate)]),
         ),
     )
 
@@ -307,8 +307,10 @@ def _warnings(production: Profile | None, protective: Profile | None) -> list[st
     return found
 
 
-def _no_safe_rate(rate: ConfirmedRate | None) -> str:
-    """Why there is none, and what that means."""
+def _about_safe_rate(found: Estimate | None, rate: ConfirmedRate | None) -> str:
+    """How far it carries, or why there is none and what that means."""
+    if found is not None:
+        return SHORT_STAGES
     tried = [stage.load for stage in rate.stages] if rate is not None else []
     if tried:
         return f"no rate of arrivals was shown to be safe, down to {min(tried):.3g} requests/s"

@@ -104,6 +104,22 @@ def test_replicas_for_a_rate_take_the_larger_of_rate_and_concurrency() -> None:
     assert found() == (None, "")
 
 
+def test_no_replicas_are_reckoned_by_a_rate_above_those_that_failed() -> None:
+    """Where every rate tried was unsafe, the closed loop's higher one is no answer: it buys too few replicas."""
+    found = capacity(
+        production_profile(),
+        closed=[],
+        open_=[_stage(4.0, 20), _stage(2.0, 40)],
+        target=0.9,
+        request_rate_rps=RATE,
+        expected=Expected(rate_rps=10),
+        price_per_device_hour=3.6,
+        mean_output_tokens=64.0,
+    )
+    assert found.replicas is None
+    assert "no rate was safe, down to 2 requests/s" in (found.reason or "")
+
+
 def test_cost_follows_the_price_and_the_load_that_pays_it() -> None:
     """Half-empty replicas make each token dearer: the expected rate, not the best case, is what is paid for."""
     profile = production_profile()
