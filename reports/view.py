@@ -125,8 +125,8 @@ _ADVICE = {
     "already takes all there is.",
     RunVerdict.TOO_FEW_STAGES: "Give the study more time, or see below which stages were left out and why.",
     RunVerdict.SLO_INFEASIBLE: "Loosen the SLO, shorten the workload's requests, or give the engine more hardware.",
-    RunVerdict.NO_FEASIBLE_CONFIG: "See in the trial table why each setting failed; widen the search space to settings "
-    "that start.",
+    RunVerdict.NO_FEASIBLE_CONFIG: "See in the trial table why each setting failed: where another process holds the "
+    "device, end it; where no setting can start, widen the search space.",
 }
 
 

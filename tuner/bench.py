@@ -78,6 +78,11 @@ class BenchOptions(Record):
             raise ValueError("--loads are users who wait, and this is measured at rates: leave --loads out")
         if self.arrivals is not None and loop == "open":
             raise ValueError(f"workload {self.workload.name} says itself how requests come: leave --arrivals out")
+        if self.workload.chat is not None and (self.rates or self.arrivals is not None):
+            raise ValueError(
+                f"workload {self.workload.name} is a chat with turns, and a rate would be of conversations, not of "
+                "requests: leave --rates and --arrivals out, or take a workload without turns"
+            )
         if loop == "open" and not self.rates and self.workload.trace is None:
             raise ValueError(f"workload {self.workload.name} has arrivals and no rate: give --rates 1,2,4")
         return self

@@ -114,7 +114,10 @@ def next_move(answer: BenchAnswer) -> str:
         case AnswerVerdict.RESOLVED | AnswerVerdict.SLO_INFEASIBLE:
             return "loosen the SLO, or measure loads below the knee for longer: --loads, --time"
         case AnswerVerdict.FENCED:
-            return "start the server with a higher max_num_seqs and measure again, or stay at its fence: it is safe"
+            stay = (
+                f"stay at {point.load} concurrent requests" if point is not None else "loosen the SLO: no load met it"
+            )
+            return f"start the server with a higher max_num_seqs and measure again, or {stay}"
         case AnswerVerdict.NOT_REACHED:
             return "raise --max-load"
         case AnswerVerdict.ALREADY_SATURATED:

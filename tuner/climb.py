@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from tuner.analysis.rates import RateSearch
 from tuner.analysis.slo import derive_slo
 from tuner.engines.running import reset_prefix_cache
 from tuner.job import MeasureSpec
@@ -127,7 +128,7 @@ def stalled(stages: Sequence[StageRecord]) -> bool:
 def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:
     """How long a stage may take and how much it must see, by what the stages before it have shown."""
     if step.kind is StageKind.RATE:
-        return _rate_spec(task, step, index=len(stages))
+        return _rate_spec(task, step, stages)
     measure, index = task.measure, len(stages)
     workload = task.burst if step.kind is StageKind.BURST else task.workload
     longer = workload.mean_request_tokens / task.workload.mean_request_tokens
@@ -155,9 +156,9 @@ def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
     )
 
 
-def _rate_spec(task: Climb, step: LadderStep, *, index: int) -> StageSpec:
+def _rate_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> StageSpec:
     """A stage under a rate lasts long enough to tell a queue that grows without end; a trace lasts as long as it is."""
-    workload, measure = task.workload, task.measure
+    workload, measure, index = task.workload, task.measure, len(stages)
     if workload.loop != "open":
         workload = workload.model_copy(update={"arrivals": task.arrivals})
     max_s = rate_stage_s(measure, rate_rps=step.load)
@@ -173,10 +174,17 @@ def _rate_spec(task: Climb, step: LadderStep, *, index: int) -> StageSpec:
         min_requests=RATE_REQUESTS * measure.min_requests,
         min_s=max(measure.min_time, saturation.FEWEST_S),
         max_s=max_s,
-        max_warm_up_s=measure.max_warm_up,
+        max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * _request_s(task, stages)),
         # Its throughput is the rate it was given; how random arrivals scatter around it is no reason to go on.
         target_relative_half_width=math.inf,
     )
+
+
+def _request_s(task: Climb, stages: Sequence[StageRecord]) -> float:
+    """How long a request takes, by what was known before and by the stages so far; 0 where nothing is."""
+    seen = [1e-3 * stage.e2e_p50_ms.value for stage in stages if stage.e2e_p50_ms.num_samples]
+    before = task.plan.request_s if isinstance(task.plan, RateSearch) else 0.0
+    return min(max(before, *seen) if seen else before, MAX_TURN_S)
 
 
 def rate_stage_s(measure: MeasureSpec, *, rate_rps: float) -> float:

@@ -46,7 +46,8 @@ def confirm_production(
         turn.remove(None)
     launches.expect(2 * len(turn) + MAX_PROTECTIVE_LAUNCHES)
     first = [(each, _confirm_once(each, candidates, defaults, launches, slo=slo, burst_load=None)) for each in turn]
-    if launches.is_time_up():
+    goes_on = any(launches.has_begun(TrialRole.CONFIRM_PRODUCTION, each.config) for each in candidates)
+    if launches.is_time_up() and not goes_on:
         launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
         return _stands(choice, first, launches)
     again = [
@@ -112,15 +113,19 @@ def measure_safe_rate(
     stages = stages_of(pair.production, StageKind.OPERATING)
     if not stages:
         return None
+    if job.workload.has_turns:
+        launches.note("no safe rate: where requests follow each other in turns, an arrival is a conversation")
+        return None
     start_s = max(trial.start_s for trial in pair.production)
     ceiling_rps = sum(stage.request_throughput_rps for stage in stages) / len(stages)
     needed_s, left_s = safe_rate_s(job, start_s=start_s, rate_rps=ceiling_rps), launches.seconds_left()
-    if left_s < needed_s:
+    if left_s < needed_s and not launches.has_begun(TrialRole.SAFE_RATE, choice.config):
         launches.note(f"no time for a safe rate: it takes about {needed_s:.0f} s, {left_s:.0f} s are left")
         return None
     search = RateSearch(
         slo=slo,
         ceiling_rps=ceiling_rps,
+        request_s=max(1e-3 * stage.e2e_p50_ms.value for stage in stages),
         most_stages=SAFE_RATE_STAGES,
         relative_step=SAFE_RATE_STEP,
     )
@@ -141,7 +146,8 @@ def try_protective(
     tried: list[ConfirmedProtective] = []
     setbacks: list[str] = []
     for number, candidate in enumerate(candidates[:MAX_PROTECTIVE_LAUNCHES]):
-        if number > 0 and launches.is_time_up():
+        begun = launches.has_begun(TrialRole.CONFIRM_PROTECTIVE, candidate.config)
+        if number > 0 and launches.is_time_up() and not begun:
             launches.note("the job's time is up: no further protective candidate is tried")
             break
         trial, stage = _launch(candidate, burst_load, slo, launches)

@@ -249,6 +249,16 @@ class Launches:
         ]
         return kind in MAX_RETRIES and len(tries) <= MAX_RETRIES[kind]
 
+    def has_begun(self, role: TrialRole, config: EngineConfig) -> bool:
+        """Whether a confirming launch of this config was made, or begun, before the run was cut off, and not used yet.
+
+        What is there costs no time, whatever the clock says.
+        """
+        made = any(
+            trial.role is role and trial.config == config and not _says_nothing(trial) for trial in self._confirmed
+        )
+        return made or any((asked.role, asked.config) == (role, config) for asked in self._unfinished)
+
     def _confirmed_earlier(self, role: TrialRole, config: EngineConfig) -> TrialRecord | None:
         """A confirming launch made before the run was cut off; each answers once, in the order they were made."""
         for trial in self._confirmed:

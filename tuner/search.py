@@ -39,6 +39,9 @@ STAGE_RESERVE = 1.5
 FAILED_ALIKE = 3
 """Settings that all failed for one and the same reason, word for word: what is wrong is none of them."""
 
+FAILED_OUTSIDE = 2
+"""Settings that failed for reasons outside them, each after all its tries, before anything worked."""
+
 FEWEST_LAUNCHES = 2
 """The defaults and the cautious start are measured whatever the clock says."""
 
@@ -192,7 +195,7 @@ class _Search:
             self._cut_off(f": {full.device} is not free for another launch")
         alike = _all_failed_alike(self._launches.trials)
         if alike is not None and not self._is_cut_off:
-            self._cut_off(f": {FAILED_ALIKE} different settings failed alike and none worked: {alike}")
+            self._cut_off(f": different settings failed alike and none worked: {alike}")
 
     def _warn_of_preemptions(self, trial: TrialRecord) -> None:
         if trial.outcome.outcome == "measured" and self._findings.memory is not None:
@@ -216,8 +219,15 @@ def preemption_warning(config: EngineConfig, memory: MemoryModel, *, tokens_per_
 
 
 def _all_failed_alike(trials: Sequence[TrialRecord]) -> str | None:
-    """Why every setting launched so far was refused, where that is one and the same reason: it is not in them."""
+    """Why every setting launched so far came to nothing, where the reason is not in them.
+
+    All were refused in the same words, or all failed for reasons outside them although each was tried again: another
+    process holds the device, say.
+    """
     outcomes = {trial.config: trial.outcome for trial in trials if trial.launched}
+    outside = [o.detail for o in outcomes.values() if o.outcome == "failed" and o.kind is FailureKind.INFRASTRUCTURE]
+    if len(outside) == len(outcomes) >= FAILED_OUTSIDE:
+        return outside[-1]
     reasons = {
         outcome.detail if outcome.outcome == "failed" and outcome.kind is FailureKind.INVALID_CONFIG else None
         for outcome in outcomes.values()

@@ -24,7 +24,17 @@ from tuner.launches import Launches
 from tuner.measure.stage import MeasuredStage
 from tuner.planning import SAFE_RATE_STAGES
 from tuner.progress import Clock
-from tuner.records import EngineConfig, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import (
+    EngineConfig,
+    Estimate,
+    Failed,
+    FailureKind,
+    Measured,
+    StageKind,
+    StageRecord,
+    TrialRecord,
+    TrialRole,
+)
 from tuner.store import AskedTrial, RunStore, keep_stage
 from tuner.study import STUDY_NAME
 from tuner.trial import TrialEvent, TrialSpec
@@ -606,3 +616,58 @@ def test_a_job_without_time_for_it_says_that_no_safe_rate_was_measured(tmp_path:
     assert answer.safe_rate_rps is None
     assert any("no safe rate was measured" in warning for warning in answer.warnings)
     assert not [trial for trial in store.trials() if trial.role is TrialRole.SAFE_RATE]
+
+
+def test_a_chat_has_no_safe_rate_in_requests(tmp_path: Path) -> None:
+    """An arrival is then a conversation: a rate of those read as requests would be turns times too low or too high."""
+    over: dict[str, object] = {"workload": "chat-turns", "engine": {"fixed": {"max_model_len": 32768}}}
+    answer, store, _ = _run(tmp_path, reshape=_saturating, over=over)
+    assert answer.production is not None
+    assert answer.safe_rate_rps is None
+    assert not [trial for trial in store.trials() if trial.role is TrialRole.SAFE_RATE]
+
+
+def test_what_is_on_disk_is_in_the_answer_however_little_time_is_left(tmp_path: Path) -> None:
+    """Gone on with when its time is up, a run keeps both launches of production, its safe rate and its fallback."""
+    answer, store, _ = _run(tmp_path, reshape=_saturating)
+    job = store.job()
+    late = job.model_copy(update={"budget": job.budget.model_copy(update={"time": 1.0})})
+    workers = FakeWorkers(reshape=_saturating)
+    again = run_tuning(late, RunStore.open(store.path), answer.provenance, workers, Silent())
+    assert not workers.launched
+    assert again.production == answer.production
+    assert again.baseline == answer.baseline
+    assert again.safe_rate_rps == answer.safe_rate_rps is not None
+    assert again.protective == answer.protective
+
+
+def test_a_device_that_somebody_else_holds_ends_the_search_soon(tmp_path: Path) -> None:
+    """Each try waits half a minute for memory: a dozen of them tell no more than the first few."""
+    held = Failed(kind=FailureKind.INFRASTRUCTURE, detail="0 bytes are free now: stop pid 17633")
+    answer, _, workers = _run(tmp_path, reshape=_saturating, fails=lambda _: held)
+    assert len({spec.config for spec in workers.launched}) == 2
+    assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
+    assert "stop pid 17633" in answer.reason
+
+
+@pytest.mark.parametrize(
+    "worse", [estimate(900.0), estimate(30.0, num_samples=20), Estimate(value=math.nan, num_samples=0)]
+)
+def test_a_launch_outside_the_limits_is_not_averaged_away(tmp_path: Path, worse: Estimate) -> None:
+    """Two launches of 30 and 900 ms have a mean inside 500 ms; a night begins with one launch."""
+    launched: list[TrialSpec] = []
+
+    def remember(spec: TrialSpec) -> None:
+        launched.append(spec)
+
+    def worse_the_second_time(made: StageRecord) -> StageRecord:
+        made = _saturating(made)
+        spec = launched[-1]
+        before = sum(each.config == spec.config and each.role is spec.role for each in launched)
+        if made.kind is not StageKind.OPERATING or spec.role is not TrialRole.CONFIRM_PRODUCTION or before < 2:
+            return made
+        return made.model_copy(update={"ttft_p95_ms": worse})
+
+    answer, _, _ = _run(tmp_path, reshape=worse_the_second_time, fails=remember)
+    assert answer.production is None
+    assert "refuted when re-measured" in answer.reason

@@ -20,6 +20,9 @@ class RateSearch(Record):
     ceiling_rps: float
     """What users who wait for their answers got out of the same engine under the same fence."""
 
+    request_s: float = 0.0
+    """How long a request took there: a rate's stage may fill for some such times before it is measured. 0: unknown."""
+
     most_stages: int = MOST_STAGES
     relative_step: float = RELATIVE_STEP
 

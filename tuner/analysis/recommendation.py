@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tuner.analysis.combine import operating_point_of, ratio
@@ -11,7 +12,7 @@ from tuner.analysis.noise import launch_noise
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
 from tuner.analysis.rates import SHORT_STAGES, RateSearch, safe_rate_found
-from tuner.analysis.slo import KV_HEADROOM
+from tuner.analysis.slo import KV_HEADROOM, violations
 from tuner.answer import (
     Baseline,
     BurstEvidence,
@@ -88,15 +89,23 @@ def refutation(choice: ProductionChoice, pair: ConfirmedPair, slo: Slo) -> str |
     usage = point.kv_cache_usage_peak
     if usage is None or usage > 1 - KV_HEADROOM:
         faults.append(f"KV use {'unknown' if usage is None else f'{usage:.0%}'}")
-    for name, measured, limit in (
-        ("TTFT", point.ttft_p95_ms.value, slo.ttft_p95_ms),
-        ("ITL", point.itl_p95_ms.value, slo.itl_p95_ms),
-    ):
-        if not measured <= limit:
-            faults.append(f"p95 {name} {measured:.4g} of {limit:.4g} ms")
+    faults += [fault for stage in stages for fault in _over(stage, slo)]
     if not faults:
         return None
     return f"{config_text(choice.config)} was refuted when re-measured at load {point.load}: {', '.join(faults)}"
+
+
+def _over(stage: StageRecord, slo: Slo) -> Iterator[str]:
+    """Which limits one launch did not keep: a mean over launches would hide the one that broke them."""
+    over = violations(stage, slo)
+    for name, key, measured, limit in (
+        ("TTFT", "ttft_p95", stage.ttft_p95_ms, slo.ttft_p95_ms),
+        ("ITL", "itl_p95", stage.itl_p95_ms, slo.itl_p95_ms),
+    ):
+        if over[key] > 0:
+            few = "" if measured.has_interval else f" by {measured.num_samples} samples, too few"
+            value = "unknown" if math.isnan(measured.value) else f"{measured.value:.4g}"
+            yield f"p95 {name} {value} of {limit:.4g} ms{few}"
 
 
 def recommend(

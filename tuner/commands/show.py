@@ -128,4 +128,4 @@ def _next(recommendation: Recommendation, path: Path) -> list[str]:
     if recommendation.production is not None:
         config = path / "export" / "production.engine.yaml"
         return [f"next        {shlex.join([sys.executable, '-m', 'engine', 'serve', '--config', str(config)])}"]
-    return [f"next        read {path / 'report.html'} for why, then change the job and tune again"]
+    return [f"next        read {path / 'report.html'} for why, mend that, and tune again"]

@@ -108,7 +108,7 @@ class _Watch:
         """Warm up, measure, and say how it went."""
         stopped = None if self._spec.has_an_end else await self._warm_up()
         check_prompt_lengths(self._log)
-        num_users_through = self._first_wave(0.0)[0]
+        num_users_through, is_filled = self._first_wave(0.0)[0], self._is_filled()
         before = None if stopped else await self._scraper.scrape()
         cpu_before, cpu_from_s = await asyncio.to_thread(cpu_times, self._root_pid), self._log.now_s()
         warm_s = 0.0 if self._spec.has_an_end else self._log.now_s()
@@ -123,6 +123,7 @@ class _Watch:
             window=window,
             transient_s=window.start_s - warm_s,
             ended_by=ended_by,
+            is_filled=is_filled,
             num_users_through=num_users_through,
             before=before,
             after=after,
@@ -156,6 +157,12 @@ class _Watch:
         if isinstance(self._generator, ClosedLoop):
             return self._generator.num_users_through, self._generator.load
         return len(self._log.records), max(FEWEST_OF_FIRST_WAVE, math.ceil(self._spec.load * request_s))
+
+    def _is_filled(self) -> bool:
+        """Whether as many requests have ended as come in while one is served: before, the engine still fills."""
+        if self._spec.workload.loop != "open" or self._spec.has_an_end:
+            return True
+        return len(self._log.records) >= self._spec.load * mean_e2e_s(self._log.records)
 
     async def _measure(self, start_s: float) -> EndedBy:
         looks, saturation_looks = steady.Looks(self._spec.min_s), steady.Looks(saturation.FEWEST_S)

@@ -32,6 +32,9 @@ class Seen:
     """Cut off between the end of warm-up and the window, because the stream of tokens had not settled yet."""
 
     ended_by: EndedBy
+    is_filled: bool
+    """Whether as many requests had ended by then as come in while one is served."""
+
     num_users_through: int
     """Users whose first request had ended when the window began."""
 
@@ -191,6 +194,7 @@ def _evidence(
         ended_by=seen.ended_by,
         measured_s=window.length_s,
         num_users_through=seen.num_users_through,
+        is_filled=seen.is_filled,
         trend=trend,
         ttft_drifts=steady.drifts([latency.ttft_s(record) for record in sorted(completed, key=_end)]),
         num_completed=len(completed),

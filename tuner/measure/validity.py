@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,6 +55,9 @@ class Evidence:
     measured_s: float
     num_users_through: int
     """Users whose first request had ended when the window began."""
+
+    is_filled: bool
+    """Open loop: whether as many requests had ended by the window's begin as come in while one is served."""
 
     trend: bool
     """Whether one half of the window was clearly faster than the other."""
@@ -116,6 +120,11 @@ def _ending(seen: Evidence) -> Iterator[str]:
         yield (
             f"not steady: when warm-up ended, {seen.num_users_through} of {seen.load} users "
             "had seen the end of their first request"
+        )
+    elif seen.loop == "open" and not seen.is_filled and seen.ended_by in ("time", "precise"):
+        yield (
+            "not steady: measured before as many requests had ended as come in while one is served: "
+            "give warm-up more time (measure.max_warm_up, --time)"
         )
     if seen.ended_by == "time" and seen.has_an_end:
         yield (
@@ -195,7 +204,9 @@ def _consistency(seen: Evidence) -> Iterator[str]:
 
 
 def _client(seen: Evidence) -> Iterator[str]:
-    if seen.send_slip_p95_ms > max(MIN_SLIP_BOUND_MS, MAX_SLIP_SHARE * seen.ttft_p95_ms):
+    # Without a single first token there is nothing a late send could have spoilt: something else is wrong.
+    has_ttft = not math.isnan(seen.ttft_p95_ms)
+    if has_ttft and seen.send_slip_p95_ms > max(MIN_SLIP_BOUND_MS, MAX_SLIP_SHARE * seen.ttft_p95_ms):
         yield (
             f"{CLIENT_BOUND}: requests left {seen.send_slip_p95_ms:.2f} ms late (p95), above {MAX_SLIP_SHARE:.0%} of "
             f"the p95 TTFT of {seen.ttft_p95_ms:.1f} ms"

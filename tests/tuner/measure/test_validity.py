@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ SOUND = Evidence(
     ended_by="precise",
     measured_s=20.0,
     num_users_through=8,
+    is_filled=True,
     trend=False,
     ttft_drifts=False,
     num_completed=200,
@@ -82,6 +84,7 @@ def test_a_sound_stage_is_valid() -> None:
         ({"num_estimated": 3}, ["estimated", "3 requests"]),
         ({"loop": "open", "num_completed": 4}, ["4 completed", "5 are needed"]),
         ({"loop": "open", "trend": True}, ["not steady"]),
+        ({"loop": "open", "ended_by": "time", "is_filled": False}, ["not steady", "measure.max_warm_up"]),
         ({"loop": "open", "send_slip_p95_ms": 6.1}, ["client bound", "6.10", "120.0"]),
         ({"loop": "open", "littles_law_ratio": 0.85}, ["Little", "0.85"]),
         ({"loop": "open", "has_an_end": True, "ended_by": "time"}, ["not complete", "20.0 s"]),
@@ -114,6 +117,7 @@ def test_each_doubt_is_a_sentence_with_its_figures(change: dict[str, Any], words
         {"load": 1, "num_users_through": 1, "mean_in_flight": 1.0, "engine_in_flight": 0.4},
         {"loop": "open", "load": 0.25, "num_users_through": 0, "num_completed": 5},
         {"loop": "open", "load": 400.5, "num_users_through": 3},
+        {"loop": "open", "ended_by": "oversaturated", "is_filled": False},
         {"loop": "open", "ended_by": "oversaturated", "trend": True, "ttft_drifts": True, "littles_law_ratio": 0.6},
         {"loop": "open", "has_an_end": True, "ended_by": "complete", "trend": True, "ttft_drifts": True},
         {"loop": "batch", "has_an_end": True, "ended_by": "complete", "load": 2, "num_completed": 2},
@@ -125,3 +129,11 @@ def test_each_doubt_is_a_sentence_with_its_figures(change: dict[str, Any], words
 def test_what_is_allowed_stays_valid(change: dict[str, Any]) -> None:
     """Recomputed prefixes after a preemption, refusals by a valve, and a slow engine's coarser clock are no faults."""
     assert invalid_reasons(replace(SOUND, **change)) == ()
+
+
+def test_a_dead_server_is_not_the_load_generators_fault() -> None:
+    """Without one first token there is no TTFT that a late send could have spoilt: the error says why."""
+    dead = replace(SOUND, num_completed=0, num_failed=20, first_error="refused", ttft_p95_ms=math.nan)
+    reasons = invalid_reasons(replace(dead, send_slip_p95_ms=1.3))
+    assert any("refused" in reason for reason in reasons)
+    assert not any("client bound" in reason for reason in reasons)
