@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,34 +25,46 @@ FEWEST_DEGREES = 4
 _MOST_DEGREES = 19
 _SHARED_KINDS = frozenset({StageKind.LADDER, StageKind.BISECT, StageKind.OPERATING})
 
+_RANK_TOLERANCE = 1e-9
+
 _Log = tuple[float, float]
 """Log throughput, and its variance within the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effects:
+    """How far the launches of one schedule lie from each other."""
+
+    squares: float
+    """Of their effects on log throughput, added up."""
+
+    explained: float
+    """How much of that the stages' own noise gives in expectation."""
+
+    degrees: int
+    num_launches: int
+    """That share a load with another."""
 
 
 def launch_noise(trials: Iterable[TrialRecord]) -> LaunchNoise | None:
     """Estimate the variance between launches from schedules that several of them measured.
 
-    One-way analysis of variance with random effects: a launch's effect is the mean over loads of how far it lies from
-    its schedule's mean; from the variance of those effects goes what the stages' own intervals explain.
+    Two-way analysis of variance, loads fixed and launches random: launches of one schedule are compared at the loads
+    they share, directly or by way of others; from the variance of their effects goes what the stages' own intervals
+    explain. Launches that no chain of shared loads connects say nothing of each other, so each connected set has a mean
+    of its own and costs a degree of freedom.
 
     Returns:
         None where too few schedules were launched more than once.
     """
-    squares, degrees, explained, num_launches = 0.0, 0, [], 0
-    for launches in _schedules(trials).values():
-        effects = _effects(launches)
-        if len(effects) < 2:
-            continue
-        squares += sum(effect**2 for effect, _ in effects)
-        explained += [within for _, within in effects]
-        degrees += len(effects) - 1
-        num_launches += len(effects)
+    schedules = [_effects(launches) for launches in _schedules(trials).values()]
+    degrees = sum(effects.degrees for effects in schedules)
     if degrees < FEWEST_DEGREES:
         return None
-    within = float(np.mean(explained))
+    between = math.fsum(effects.squares - effects.explained for effects in schedules)
     return LaunchNoise(
-        relative_sd=math.sqrt(max(0.0, squares / degrees - within)),
-        num_launches=num_launches,
+        relative_sd=math.sqrt(max(0.0, between / degrees)),
+        num_launches=sum(effects.num_launches for effects in schedules),
         degrees_of_freedom=degrees,
     )
 
@@ -107,17 +120,21 @@ def _within(estimate: Estimate) -> float | None:
     return ((estimate.high - estimate.low) / 2 / 1.96 / estimate.value) ** 2
 
 
-def _effects(launches: dict[int, dict[float, _Log]]) -> list[tuple[float, float]]:
-    """Of each launch that shares a load with another: its effect, and the variance its stages leave in it."""
-    by_load: dict[float, list[float]] = defaultdict(list)
-    for stages in launches.values():
-        for load, (log_throughput, _) in stages.items():
-            by_load[load].append(log_throughput)
-    effects = []
-    for stages in launches.values():
-        shared = {load: point for load, point in stages.items() if len(by_load[load]) > 1}
-        if shared:
-            offsets = [point[0] - float(np.mean(by_load[load])) for load, point in shared.items()]
-            within = math.fsum(point[1] for point in shared.values()) / len(shared) ** 2
-            effects.append((float(np.mean(offsets)), within))
-    return effects
+def _effects(launches: dict[int, dict[float, _Log]]) -> _Effects:
+    """Least squares for log throughput = load + launch, each connected set of launches about its own mean."""
+    numbers = sorted(launches)
+    rows = [(number, load, *point) for number in numbers for load, point in sorted(launches[number].items())]
+    loads = np.array([load for _, load, _, _ in rows])
+    log_throughput, variances = np.array([[seen, variance] for _, _, seen, variance in rows]).T
+    is_of = np.array([[number == of for of in numbers] for number, _, _, _ in rows], dtype=np.float64)
+    same_load = (loads[:, None] == loads).astype(np.float64)
+    about_load = np.eye(len(rows)) - same_load / same_load.sum(axis=1, keepdims=True)
+    design = about_load @ is_of
+    # What the design cannot tell apart are the means of connected sets; the pseudoinverse sets those to zero.
+    solve = np.linalg.pinv(design, rtol=_RANK_TOLERANCE) @ about_load
+    return _Effects(
+        squares=float(np.sum((solve @ log_throughput) ** 2)),
+        explained=float(np.sum(solve**2 @ variances)),
+        degrees=int(np.linalg.matrix_rank(design, rtol=_RANK_TOLERANCE)),
+        num_launches=int((np.abs(design) > _RANK_TOLERANCE).any(axis=0).sum()),
+    )

@@ -6,12 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse.csgraph import connected_components
 
 from tests.fakes.records import CHOSEN, estimate, facts, stage
 from tuner.analysis.combine import combined, ratio
-from tuner.analysis.noise import launch_noise, widened
+from tuner.analysis.noise import FEWEST_DEGREES, launch_noise, widened
 from tuner.answer import LaunchNoise
 from tuner.records import EngineConfig, Estimate, Measured, TrialRecord, TrialRole
 
@@ -49,6 +50,22 @@ def _launches(sd: float, *, num: int, spread: float, seed: int) -> list[TrialRec
     ]
 
 
+def _overlapping(measured: list[set[int]], *, sd: float, spread: float, seed: int) -> list[TrialRecord]:
+    """Launches of one schedule, each at the loads it is said to have measured (powers of two)."""
+    rng = np.random.default_rng(seed)
+    return [
+        _launch(
+            number,
+            CHOSEN.model_copy(update={"max_num_seqs": 64 + number}),
+            loads=tuple(2**load for load in sorted(loads)),
+            effect=sd * rng.standard_normal(),
+            spread=spread,
+            rng=rng,
+        )
+        for number, loads in enumerate(measured)
+    ]
+
+
 @pytest.mark.parametrize("sd", [0.0, 0.03, 0.10])
 def test_the_noise_between_launches_is_told_apart_from_the_noise_within(sd: float) -> None:
     """Twenty launches of one schedule, each off by its own amount: that amount comes back, whatever stages scatter."""
@@ -56,6 +73,33 @@ def test_the_noise_between_launches_is_told_apart_from_the_noise_within(sd: floa
     assert all(noise is not None and noise.degrees_of_freedom == 19 for noise in found)
     mean_variance = float(np.mean([noise.relative_sd**2 for noise in found if noise is not None]))
     assert math.sqrt(mean_variance) == pytest.approx(sd, rel=0.25, abs=0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=9))
+def test_each_connected_set_of_launches_costs_a_degree_of_freedom(measured: list[set[int]]) -> None:
+    """Launches that no chain of shared loads connects vouch for nothing together, and make no interval narrower."""
+    noise = launch_noise(_overlapping(measured, sd=0.05, spread=0.01, seed=0))
+    launches_at = np.array([[load in loads for load in range(6)] for loads in measured])
+    num_sets, label = connected_components(launches_at @ launches_at.T)
+    degrees = len(measured) - num_sets
+    shared = sum(int(np.sum(label == each) > 1) * int(np.sum(label == each)) for each in range(num_sets))
+
+    assert (noise is None) == (degrees < FEWEST_DEGREES)
+    assert noise is None or (noise.degrees_of_freedom, noise.num_launches) == (degrees, shared)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [[{k // 2} for k in range(12)], [{k, k + 1} for k in range(12)], [{0, 1, 2, 3}, *({k % 4} for k in range(11))]],
+    ids=["pairs", "chain", "star"],
+)
+def test_launches_that_share_few_loads_tell_the_same_variance(measured: list[set[int]]) -> None:
+    """However a study's fences overlap, it is the launches' variance that comes back, and not a part of it."""
+    found = [launch_noise(_overlapping(measured, sd=0.05, spread=0.01, seed=seed)) for seed in range(150)]
+
+    mean_variance = float(np.mean([noise.relative_sd**2 for noise in found if noise is not None]))
+    assert math.sqrt(mean_variance) == pytest.approx(0.05, rel=0.1)
 
 
 def test_other_schedules_say_nothing_of_each_other() -> None:
