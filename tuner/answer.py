@@ -222,15 +222,22 @@ class Capacity(Record):
     """Share of requests inside the SLO that was asked for."""
 
     load: int | None
-    """Most concurrent requests, on the ladder of the knee's trial, with that share inside; None: at no stage."""
+    """Most concurrent requests under production's fence that were shown to have that share inside, by the lower end of
+    its interval; None: at no stage."""
 
     load_share: Estimate | None
     """The share there, with Wilson's interval."""
 
+    open_load: int | None = None
+    """Most concurrent requests above `load` that may have it: too few ended there to say."""
+
     rate_rps: float | None = None
-    """Highest open-loop rate with that share inside; None where no rate was measured, or at none."""
+    """Highest open-loop rate that was shown to have that share inside; None where no rate was measured, or at none."""
 
     rate_share: Estimate | None = None
+    open_rate_rps: float | None = None
+    """Highest rate above `rate_rps` that may have it."""
+
     replicas: int | None = None
     """For the expected load; None where none was given, or no figure tells."""
 

@@ -102,16 +102,19 @@ def gain(ratio: Estimate) -> str:
 
 
 def held(capacity: Capacity) -> str:
-    """How much one replica holds with the asked share of requests inside the SLO."""
+    """How much one replica holds with the asked share of requests inside the SLO, and how far that is open."""
     share = f"{100 * capacity.attainment_target:g} % of requests inside the SLO"
     if capacity.load is None or capacity.load_share is None:
-        said = f"at no measured load were {share}"
+        said = f"at no measured load were {share}" if capacity.open_load is None else f"{share} is shown at no load"
     else:
-        there = _attained(capacity.load_share)
-        said = f"{share} up to {capacity.load} concurrent requests with the fence lifted ({there} there)"
-    if capacity.rate_rps is None or capacity.rate_share is None:
-        return said
-    return f"{said}, and up to {number(capacity.rate_rps)} requests/s ({_attained(capacity.rate_share)})"
+        said = f"{share} up to {capacity.load} concurrent requests ({_attained(capacity.load_share)} there)"
+    if capacity.open_load is not None:
+        said = f"{said}, open up to {capacity.open_load}: too few requests to say"
+    if capacity.rate_rps is not None and capacity.rate_share is not None:
+        said = f"{said}, and up to {number(capacity.rate_rps)} requests/s ({_attained(capacity.rate_share)})"
+    if capacity.open_rate_rps is not None:
+        said = f"{said}, open up to {number(capacity.open_rate_rps)} requests/s: too few requests to say"
+    return said
 
 
 def safe_rate(rate_rps: Estimate) -> str:

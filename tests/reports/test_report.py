@@ -120,7 +120,7 @@ def test_what_still_helps_and_what_a_replica_holds_is_said_with_its_figures() ->
         "By the prefill speed at load 1 computing takes 61% to 74% of it.",
         "kv_cache_dtype fp8",
         "cannot help",
-        "90 % of requests inside the SLO up to 20 concurrent requests with the fence lifted",
+        "90 % of requests inside the SLO up to 20 concurrent requests",
         "(95 %, between 90 % and 98 % there)",
         "3 replicas: 45 users at 20 running requests each",
         "2.5 a million output tokens",

@@ -5,13 +5,16 @@ requests is inside is what DistServe (Zhong et al. 2024) ranks by and calls good
 Wilson's interval (Wilson 1927), which stays inside 0 to 1 and does not collapse at either end:
 
     centre = (p + z^2 / 2n) / (1 + z^2 / n),    half width = z sqrt(p (1 - p) / n + z^2 / 4n^2) / (1 + z^2 / n)
+
+One rule for loads and rates: a share is shown where the interval's lower end is at the target or above, surely missed
+where its upper end is below, and open in between.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.answer import Capacity, Expected, Profile, Slo
 from tuner.measure import latency
@@ -31,6 +34,9 @@ class Attainment:
     num_inside: int
     num_requests: int
     """Those that ended in the window, failed and refused ones included."""
+
+    oversaturated: bool = False
+    """Whether requests came faster than they were served: the share then depends on how long that went on."""
 
     @property
     def share(self) -> Estimate:
@@ -59,25 +65,54 @@ def is_inside(request: RequestRecord, slo: Slo) -> bool:
     return 1e3 * latency.ttft_s(request) <= slo.ttft_p95_ms and 1e3 * tpot_s <= slo.itl_p95_ms
 
 
-def attainment(load: float, requests: Sequence[RequestRecord], slo: Slo) -> Attainment:
+def attainment(load: float, requests: Sequence[RequestRecord], slo: Slo, *, oversaturated: bool = False) -> Attainment:
     """Count a stage's requests. Warm-up and what was still in flight at the end do not count."""
     ended = [request for request in requests if not request.warm_up and not request.unfinished]
-    return Attainment(load=load, num_inside=sum(is_inside(request, slo) for request in ended), num_requests=len(ended))
+    num_inside = sum(is_inside(request, slo) for request in ended)
+    return Attainment(load=load, num_inside=num_inside, num_requests=len(ended), oversaturated=oversaturated)
 
 
-def largest_load(attained: Sequence[Attainment], target: float) -> Attainment | None:
-    """The largest load with at least `target` of its requests inside, below the first that surely has fewer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far a target reaches along loads or rates."""
 
-    Surely: the upper end of its interval is below the target. A load that falls short by luck does not end the search.
+    shown: Attainment | None = None
+    """The largest that was shown to have the target."""
+
+    open_up_to: Attainment | None = None
+    """The largest above it that may have it: its requests are too few to say."""
+
+
+def reach(attained: Sequence[Attainment], target: float) -> Reach:
+    """How far at least `target` of the requests are inside, below the first load that surely has fewer.
+
+    Repeats of a load are counted together. One that falls short by luck does not end the search; an oversaturated one
+    does, as a queue without end keeps no limit.
     """
-    held = None
-    for each in sorted(attained, key=lambda one: one.load):
-        if each.num_requests == 0:
-            continue
-        if (each.share.high or 0.0) < target:
+    found = Reach()
+    for each in _merged(attained):
+        if each.oversaturated or (each.share.high or 0.0) < target:
             break
-        held = each if each.share.value >= target else held
-    return held
+        is_shown = (each.share.low or 0.0) >= target
+        found = Reach(shown=each) if is_shown else Reach(shown=found.shown, open_up_to=each)
+    return found
+
+
+def _merged(attained: Sequence[Attainment]) -> list[Attainment]:
+    """One a load, in rising order, without those that had no request.
+
+    Of a load that was oversaturated once and settled another time, what it was when it settled.
+    """
+    groups: dict[float, list[Attainment]] = {}
+    for each in sorted(attained, key=lambda one: one.load):
+        if each.oversaturated or each.num_requests:
+            groups.setdefault(each.load, []).append(each)
+    return [_sum([each for each in group if not each.oversaturated] or group) for group in groups.values()]
+
+
+def _sum(repeats: Sequence[Attainment]) -> Attainment:
+    num_inside, num_requests = sum(one.num_inside for one in repeats), sum(one.num_requests for one in repeats)
+    return replace(repeats[0], num_inside=num_inside, num_requests=num_requests)
 
 
 def capacity(
@@ -96,13 +131,13 @@ def capacity(
     """What one replica of production holds, and what an expected load takes.
 
     Args:
-        closed: stages of production's ladder, by concurrent requests.
+        closed: what concurrent requests meet under production's fence.
         open_: stages under a rate, by requests per second.
         target: share of requests that must be inside the SLO.
         request_rate_rps: completions a second at production's operating point.
         safe_rate_rps: the highest rate that was measured safe, where it was.
     """
-    at_load, at_rate = largest_load(closed, target), largest_load(open_, target)
+    loads, rates = reach(closed, target), reach(open_, target)
     replicas, reason = None, None
     if expected is not None:
         none_safe = bool(open_) and safe_rate_rps is None
@@ -113,10 +148,12 @@ def capacity(
             replicas, reason = _replicas(production, request_rate_rps, safe_rate_rps, expected, data_parallel_size)
     return Capacity(
         attainment_target=target,
-        load=None if at_load is None else round(at_load.load),
-        load_share=None if at_load is None else at_load.share,
-        rate_rps=None if at_rate is None else at_rate.load,
-        rate_share=None if at_rate is None else at_rate.share,
+        load=None if loads.shown is None else round(loads.shown.load),
+        load_share=None if loads.shown is None else loads.shown.share,
+        open_load=None if loads.open_up_to is None else round(loads.open_up_to.load),
+        rate_rps=None if rates.shown is None else rates.shown.load,
+        rate_share=None if rates.shown is None else rates.shown.share,
+        open_rate_rps=None if rates.open_up_to is None else rates.open_up_to.load,
         replicas=replicas,
         reason=reason,
         cost_per_million_tokens=_cost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.fakes.records import estimate, production_profile
 from tests.tuner.measure.helpers import record
-from tuner.analysis.capacity import Attainment, attainment, capacity, is_inside, largest_load, wilson_interval
+from tuner.analysis.capacity import Attainment, Reach, attainment, capacity, is_inside, reach, wilson_interval
 from tuner.answer import Expected, Slo
+from tuner.wording import held
 
 SLO = Slo(ttft_p95_ms=500.0, itl_p95_ms=100.0)
 RATE = estimate(5.0, spread=0.1)
@@ -61,21 +63,50 @@ def test_failures_count_and_warm_up_does_not() -> None:
     assert math.isnan(attainment(4, [early], SLO).share.value)
 
 
-def test_the_largest_load_lies_below_the_first_that_surely_falls_short() -> None:
+def test_the_reach_ends_below_the_first_load_that_surely_falls_short() -> None:
     """One unlucky stage does not hide the loads past it; a lucky one past the knee does not count."""
-    ladder = [_stage(1, 100), _stage(8, 88), _stage(16, 95), _stage(32, 40), _stage(64, 99)]
-    held = largest_load(ladder, 0.9)
-    assert held is not None
-    assert held.load == 16
-    assert largest_load([_stage(1, 10)], 0.9) is None
-    assert largest_load([_stage(1, 0, 0), _stage(2, 100)], 0.9) == _stage(2, 100)
+    ladder = [_stage(1, 100), _stage(8, 88), _stage(16, 99), _stage(32, 40), _stage(64, 99)]
+    assert reach(ladder, 0.9) == Reach(shown=_stage(16, 99))
+    assert reach([_stage(1, 10)], 0.9) == Reach()
+    assert reach([_stage(1, 0, 0), _stage(2, 100)], 0.9) == Reach(shown=_stage(2, 100))
+
+
+def test_a_share_that_only_luck_may_have_put_over_the_target_is_open() -> None:
+    """56 of 60 inside is 93 %, and 84 % is as likely: who plans replicas by it finds one request in six late."""
+    found = reach([_stage(8, 60, 60), _stage(16, 56, 60), _stage(32, 20, 60)], 0.9)
+    assert found == Reach(shown=_stage(8, 60, 60), open_up_to=_stage(16, 56, 60))
+    answer = capacity(
+        production_profile(),
+        closed=[_stage(16, 56, 60)],
+        open_=[_stage(2.5, 56, 60)],
+        target=0.9,
+        request_rate_rps=RATE,
+    )
+    assert (answer.load, answer.open_load, answer.rate_rps, answer.open_rate_rps) == (None, 16, None, 2.5)
+    assert "is shown at no load, open up to 16" in held(answer)
+    assert "open up to 2.5 requests/s" in held(answer)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=6))
+def test_repeats_of_a_rate_are_one_rate(counts: list[tuple[int, int]]) -> None:
+    """One good try among bad ones at the same rate is not what that rate holds."""
+    repeats = [_stage(4.0, min(inside, of), of) for inside, of in counts]
+    whole = _stage(4.0, sum(one.num_inside for one in repeats), sum(one.num_requests for one in repeats))
+    assert reach(repeats, 0.9) == reach([whole], 0.9)
+
+
+def test_a_rate_whose_queue_grew_without_end_holds_nothing() -> None:
+    """Nearly all are inside while a queue begins to grow: the share says how long was watched, not what is held."""
+    grew = replace(_stage(4.0, 100), oversaturated=True)
+    assert reach([_stage(2.0, 100), grew, _stage(5.0, 100)], 0.9) == Reach(shown=_stage(2.0, 100))
+    assert reach([grew, _stage(4.0, 99)], 0.9) == Reach(shown=_stage(4.0, 99))
 
 
 def test_replicas_for_users_follow_the_fence() -> None:
     """45 users on a fence of 20: the third replica keeps five of them out of the queue."""
     found = capacity(
         production_profile(),
-        closed=[_stage(16, 95)],
+        closed=[_stage(16, 99)],
         open_=[],
         target=0.9,
         request_rate_rps=RATE,
