@@ -13,9 +13,10 @@ from reports.tables import Cell, Table, cell
 from reports.trial_table import trial_table
 from tuner import wording
 from tuner.answer import Baseline, OperatingPoint, Profile, Provenance, Recommendation, RunVerdict, Slo, TimeSplit
+from tuner.engine_config import EngineConfig
 from tuner.export.context import knee as knee_words
 from tuner.export.runbook import SYMPTOMS, Rung, Trigger, rungs, triggers
-from tuner.records import EngineConfig, TrialRecord
+from tuner.records import TrialRecord
 
 
 class TimePart(NamedTuple):

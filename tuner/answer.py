@@ -7,7 +7,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tuner.records import EngineConfig, Estimate, Record
+from tuner.engine_config import EngineConfig
+from tuner.frozen import Record
+from tuner.records import Estimate
 
 SCHEMA_VERSION = 1
 """Raised by one whenever a stored field changes its meaning or leaves."""

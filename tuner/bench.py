@@ -19,8 +19,10 @@ from tuner.analysis.rates import RateSearch
 from tuner.bench_answer import BenchAnswer
 from tuner.climb import POISSON, Climb, climb
 from tuner.elsewhere.stage import Axis
+from tuner.engine_config import EngineConfig
 from tuner.engines.running import Server, discover, reset_prefix_cache
 from tuner.first_request import check_first_request
+from tuner.frozen import Record
 from tuner.inputs import DurationS, InputError
 from tuner.job import MeasureSpec
 from tuner.ladder import FixedSteps, Ladder, LadderStep, Plan, most_stages
@@ -31,7 +33,7 @@ from tuner.load.traces import read_trace
 from tuner.load.workload import Workload, WorkloadError
 from tuner.measure.spec import Target
 from tuner.progress import Clock
-from tuner.records import EngineConfig, Record, StageKind, StageRecord
+from tuner.records import StageKind, StageRecord
 from tuner.store import write_whole
 
 FIRST_LADDER = 0

@@ -6,9 +6,11 @@ from typing import Literal
 
 from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, Slo
 from tuner.elsewhere.stage import Axis
+from tuner.engine_config import EngineConfig
+from tuner.frozen import Record
 from tuner.ladder_answer import AnswerVerdict, LadderAnswer
 from tuner.load.workload import Workload
-from tuner.records import EngineConfig, Estimate, Record, StageRecord
+from tuner.records import Estimate, StageRecord
 
 UNKNOWN_ENGINE = "unknown"
 

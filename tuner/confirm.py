@@ -14,12 +14,13 @@ from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, judge
 from tuner.analysis.rates import RateSearch
 from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective, ConfirmedRate, stages_of
 from tuner.answer import Slo
+from tuner.engine_config import EngineConfig
 from tuner.job import TuningJob
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
 from tuner.oom_lessons import ruled_out
 from tuner.planning import MAX_PROTECTIVE_LAUNCHES, SAFE_RATE_STAGES, SAFE_RATE_STEP, safe_rate_s
-from tuner.records import EngineConfig, Estimate, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import Estimate, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore, read_requests
 from tuner.wording import config_text
 

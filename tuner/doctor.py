@@ -16,9 +16,9 @@ import psutil
 
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.family import MARK
+from tuner.frozen import Record
 from tuner.gpus import visible_gpus
 from tuner.provenance import PACKAGES
-from tuner.records import Record
 
 BUSY_SHARE = 0.2
 """More of a core than this, used by others, shows in the figures."""

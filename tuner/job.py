@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
 
 from tuner.answer import Expected, Slo
+from tuner.engine_config import EngineConfig
+from tuner.frozen import Record
 from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
 from tuner.parameters import SearchedValues
-from tuner.records import EngineConfig, Record
 from tuner.space import SamplerName, SearchSpace, broken_condition, broken_rule, combinations, load_space
 
 _YAML = (".yaml", ".yml")

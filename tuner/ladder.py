@@ -11,7 +11,8 @@ from tuner.analysis.knee import find_knee, past_the_knee, points_of, suggest_bis
 from tuner.analysis.rates import RateSearch
 from tuner.analysis.slo import derive_slo, load_left_of, slo_boundary
 from tuner.answer import Slo
-from tuner.records import Record, StageKind, StageRecord
+from tuner.frozen import Record
+from tuner.records import StageKind, StageRecord
 
 MOST_BETWEEN_RUNGS = 2
 """Stages added once the knee is bracketed: one to pin it, one to stand left of it."""

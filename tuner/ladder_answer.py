@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from tuner.answer import CrossChecks, KneeFinding, LadderVerdict
-from tuner.records import Record
+from tuner.frozen import Record
 
 
 class AnswerVerdict(StrEnum):

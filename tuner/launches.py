@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from tuner import timekeeping
 from tuner.answer import TimeSplit
+from tuner.engine_config import EngineConfig
 from tuner.engines.device_return import DeviceFull
 from tuner.engines.leftovers import end_lost_launch
 from tuner.job import TuningJob
 from tuner.ladder import Plan
 from tuner.progress import Clock, Watcher
-from tuner.records import EngineConfig, Failed, FailureKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import Failed, FailureKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import AskedTrial, RunStore, kept_stages
 from tuner.trial import TrialEvent, TrialNote, TrialRunner, TrialSpec, WorkerLost
 

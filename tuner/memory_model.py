@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tuner.records import EngineConfig, EngineFacts, Record
+from tuner.engine_config import EngineConfig
+from tuner.frozen import Record
+from tuner.records import EngineFacts
 
 
 class MemoryModel(Record):

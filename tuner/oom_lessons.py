@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from tuner.records import EngineConfig, Failed, FailureKind, Record, TrialRecord
+from tuner.engine_config import EngineConfig
+from tuner.frozen import Record
+from tuner.records import Failed, FailureKind, TrialRecord
 from tuner.wording import config_text
 
 _HELD_IN_MEMORY = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "max_num_active_seqs", "max_num_scheduled_tokens")

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
-from tuner.records import EngineConfig, Record, Setting
+from tuner.engine_config import EngineConfig, Setting
+from tuner.frozen import Record
 
 
 class SearchedValues(Record):

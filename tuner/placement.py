@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tuner.frozen import Record
 from tuner.inputs import InputError
 from tuner.job import EngineSpec
-from tuner.records import Record
 
 CPUS_PER_TRIAL = 2
 """What a trial on a GPU keeps busy on the host: its load generator and the engine's own process."""

@@ -6,11 +6,11 @@ import math
 
 from tuner.climb import rate_stage_s
 from tuner.engines import builtin
+from tuner.frozen import Record
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, most_stages
 from tuner.parameters import Choice, SearchedValues
 from tuner.placement import Placement
-from tuner.records import Record
 from tuner.space import combinations
 
 ASSUMED_START_S = 8.0

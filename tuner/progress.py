@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tuner.records import EngineConfig, StageRecord, TrialRecord, TrialRole
+from tuner.engine_config import EngineConfig
+from tuner.records import StageRecord, TrialRecord, TrialRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

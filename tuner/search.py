@@ -11,6 +11,7 @@ from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
 from tuner.answer import Slo
 from tuner.conditions import Condition
+from tuner.engine_config import EngineConfig
 from tuner.job import TuningJob
 from tuner.ladder import Ladder
 from tuner.launches import Launches
@@ -26,7 +27,7 @@ from tuner.planning import (
     longest_stage_s,
     safe_rate_s,
 )
-from tuner.records import SAYS_NOTHING, EngineConfig, Failed, FailureKind, TrialRecord, TrialRole
+from tuner.records import SAYS_NOTHING, Failed, FailureKind, TrialRecord, TrialRole
 from tuner.space import broken_condition, broken_rule
 from tuner.study import Objectives, Proposal, Study
 from tuner.timekeeping import mean_launch_s, mean_stage_s

@@ -10,9 +10,10 @@ from typing import Annotated, Literal
 from pydantic import PlainSerializer, PlainValidator, model_validator
 
 from tuner.conditions import Condition, ConditionError, parse_condition
+from tuner.engine_config import EngineConfig
+from tuner.frozen import Record
 from tuner.inputs import read_preset, validated
 from tuner.parameters import SEARCHABLE, Choice, Parameter, Parameters, SearchedValues, checked
-from tuner.records import EngineConfig, Record
 
 SamplerName = Literal["tpe", "nsga2", "gp", "qmc", "random", "grid"]
 """How a study proposes: Optuna's samplers, or every setting in order."""

@@ -16,9 +16,11 @@ import yaml
 from pydantic import ValidationError
 
 from tuner.answer import SCHEMA_VERSION, Provenance, Recommendation, Slo
+from tuner.engine_config import EngineConfig
+from tuner.frozen import Record
 from tuner.inputs import InputError, read_yaml, validated
 from tuner.job import TuningJob
-from tuner.records import EngineConfig, Record, RequestRecord, StageRecord, TrialRecord, TrialRole
+from tuner.records import RequestRecord, StageRecord, TrialRecord, TrialRole
 
 _Record = TypeVar("_Record", bound=Record)
 

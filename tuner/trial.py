@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from tuner.climb import Climb, climb, stalled
+from tuner.engine_config import EngineConfig
 from tuner.engines import builtin
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.device_memory import ReadMemory, memory_reader
@@ -24,6 +25,7 @@ from tuner.engines.device_return import (
     write_reading,
 )
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
+from tuner.frozen import Record
 from tuner.gpus import VARIABLE
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, Plan
@@ -31,17 +33,7 @@ from tuner.load.connection import Endpoint
 from tuner.load.workload import WorkloadError
 from tuner.measure.spec import Target
 from tuner.oom_lessons import OUT_OF_MEMORY
-from tuner.records import (
-    EngineConfig,
-    Failed,
-    FailureKind,
-    Measured,
-    Record,
-    StageRecord,
-    TrialOutcome,
-    TrialRecord,
-    TrialRole,
-)
+from tuner.records import Failed, FailureKind, Measured, StageRecord, TrialOutcome, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,13 @@ from tuner.analysis.profiles import ProductionChoice, choose_production, choose_
 from tuner.analysis.recommendation import Confirmations, recommend, refutation
 from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, Slo
 from tuner.confirm import confirm_production, measure_safe_rate, try_protective
+from tuner.engine_config import EngineConfig
 from tuner.job import TuningJob
 from tuner.launches import Launches
 from tuner.oom_lessons import ShareCeiling, ruled_out, share_ceiling
 from tuner.planning import default_values
 from tuner.progress import Watcher
-from tuner.records import EngineConfig, TrialRecord
+from tuner.records import TrialRecord
 from tuner.request_evidence import requests_of
 from tuner.search import search
 from tuner.store import RunStore

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tuner.answer import Capacity
-from tuner.records import EngineConfig, Estimate, Setting
+from tuner.engine_config import EngineConfig, Setting
+from tuner.records import Estimate
 
 UNKNOWN = "unknown"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tuner.records import EngineConfig, Measured, StageRecord, TrialRecord, TrialRole
+from tuner.engine_config import EngineConfig
+from tuner.records import Measured, StageRecord, TrialRecord, TrialRole
 from tuner.wording import further
 
 

@@ -28,8 +28,8 @@ from tuner.answer import (
     Symptom,
     TimeSplit,
 )
+from tuner.engine_config import EngineConfig
 from tuner.records import (
-    EngineConfig,
     EngineFacts,
     Estimate,
     Failed,

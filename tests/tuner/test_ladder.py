@@ -13,8 +13,9 @@ from tuner.analysis.fence import fenced_beyond
 from tuner.analysis.graph_grid import grid_floor, is_on_grid
 from tuner.analysis.knee import find_knee, points_of
 from tuner.answer import LadderVerdict, Slo
+from tuner.engine_config import EngineConfig
 from tuner.ladder import FixedSteps, Ladder, LadderStep, most_stages, next_step, rungs
-from tuner.records import EngineConfig, StageKind, StageRecord
+from tuner.records import StageKind, StageRecord
 
 
 def _config(seqs: int) -> EngineConfig:

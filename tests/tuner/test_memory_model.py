@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuner.engine_config import EngineConfig
 from tuner.memory_model import MemoryModel
-from tuner.records import EngineConfig, EngineFacts
+from tuner.records import EngineFacts
 
 MIB = 2**20
 

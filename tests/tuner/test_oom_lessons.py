@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import records
+from tuner.engine_config import EngineConfig
 from tuner.oom_lessons import ruled_out, share_ceiling
-from tuner.records import EngineConfig, Failed, FailureKind, Measured, TrialRecord
+from tuner.records import Failed, FailureKind, Measured, TrialRecord
 
 K = FailureKind
 

@@ -17,9 +17,10 @@ from optuna.trial import TrialState
 from tests.fakes.records import estimate, resolved_run
 from tests.fakes.workers import FakeWorkers, Rule
 from tests.tuner.test_tuning import Silent
+from tuner.engine_config import EngineConfig
 from tuner.job import TuningJob, load_job
 from tuner.launches import Launches, StopRequestedError
-from tuner.records import EngineConfig, Failed, FailureKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import Failed, FailureKind, StageRecord, TrialRecord, TrialRole
 from tuner.search import search
 from tuner.space import load_space
 from tuner.store import RunStore, kept_stages

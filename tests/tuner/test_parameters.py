@@ -17,12 +17,13 @@ from tests.fakes.records import resolved_run
 from tests.fakes.workers import FakeWorkers
 from tests.tuner.test_tuning import Silent
 from tuner.__main__ import app
+from tuner.engine_config import EngineConfig
 from tuner.inputs import InputError
 from tuner.job import FixedParameters, TuningJob, load_job
 from tuner.parameters import SEARCHABLE
 from tuner.placement import Placement
 from tuner.planning import cautious_values, default_values, plan_of
-from tuner.records import EngineConfig, TrialRole
+from tuner.records import TrialRole
 from tuner.space import MOST_COMBINATIONS, SamplerName, combinations, load_space
 from tuner.store import RunStore
 from tuner.study import Objectives, Study

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.fakes.records import facts
+from tuner.engine_config import EngineConfig
 from tuner.memory_model import MemoryModel
-from tuner.records import EngineConfig
 from tuner.search import preemption_warning
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuner.engine_config import EngineConfig
 from tuner.inputs import InputError
 from tuner.job import load_job
 from tuner.placement import Placement
 from tuner.planning import cautious_values, default_values, plan_of
-from tuner.records import EngineConfig
 from tuner.space import SearchedValues, broken_rule, load_space
 
 ONE_CPU = Placement(parallel_trials=1, num_gpus=0)

@@ -14,10 +14,11 @@ import pandas as pd
 import psutil
 import pytest
 
+from tuner.engine_config import EngineConfig
 from tuner.job import EngineSpec, load_job
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.load.connection import Endpoint
-from tuner.records import EngineConfig, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.trial import TrialNote, TrialSpec, run_trial
 
 QUICK = {"min_requests": 20, "min_time": "300ms", "max_time": "20s", "max_warm_up": "20s", "precision": 0.5}

@@ -10,13 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tuner.engine_config import EngineConfig
 from tuner.engines.device_memory import DeviceUse, Reading
 from tuner.engines.device_return import DeviceFull, write_reading
 from tuner.engines.family import MARK, Launch, is_alive, new_mark, write_launch
 from tuner.engines.leftovers import end_lost_launch
 from tuner.job import EngineSpec, load_job
 from tuner.ladder import FixedSteps, LadderStep
-from tuner.records import EngineConfig, Failed, FailureKind, StageKind, TrialRecord, TrialRole
+from tuner.records import Failed, FailureKind, StageKind, TrialRecord, TrialRole
 from tuner.trial import TrialNote, TrialSpec, run_trial
 
 GIB = 2**30

@@ -19,22 +19,13 @@ from tests.fakes.records import estimate, resolved_run
 from tests.fakes.workers import FakeWorkers, Reshape, Rule
 from tuner.analysis.standing import standing
 from tuner.answer import Recommendation, RunVerdict
+from tuner.engine_config import EngineConfig
 from tuner.job import load_job
 from tuner.launches import Launches
 from tuner.measure.stage import MeasuredStage
 from tuner.planning import SAFE_RATE_STAGES
 from tuner.progress import Clock
-from tuner.records import (
-    EngineConfig,
-    Estimate,
-    Failed,
-    FailureKind,
-    Measured,
-    StageKind,
-    StageRecord,
-    TrialRecord,
-    TrialRole,
-)
+from tuner.records import Estimate, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import AskedTrial, RunStore, keep_stage
 from tuner.study import STUDY_NAME
 from tuner.trial import TrialEvent, TrialSpec

@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tuner.engine_config import EngineConfig
 from tuner.job import load_job
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.placement import Placement
-from tuner.records import EngineConfig, Measured, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.trial import TrialEvent, TrialNote, TrialSpec, WorkerLost
 from tuner.workers import Workers
 

@@ -12,12 +12,13 @@ import pytest
 
 from tests.fakes.records import resolved_run
 from tests.tuner.kill_study import JOB
+from tuner.engine_config import EngineConfig
 from tuner.engines.family import leader, read_launch
 from tuner.job import TuningJob, load_job
 from tuner.launches import Launches
 from tuner.placement import Placement
 from tuner.progress import Clock
-from tuner.records import EngineConfig, FailureKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import FailureKind, StageRecord, TrialRecord, TrialRole
 from tuner.search import search
 from tuner.space import load_space
 from tuner.store import RunStore

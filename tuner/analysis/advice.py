@@ -10,8 +10,9 @@ from typing import Literal
 from tuner.analysis.cross_checks import SMALL_GAIN_PER_DOUBLING
 from tuner.analysis.diagnosis import FULL_BUDGET, FULL_KV_CACHE, Bend, Finding, bend_of, budget_use, step_budget
 from tuner.answer import Advice, KneeFinding
+from tuner.engine_config import EngineConfig
 from tuner.memory_model import MemoryModel
-from tuner.records import EngineConfig, EngineFacts, StageRecord
+from tuner.records import EngineFacts, StageRecord
 from tuner.wording import number
 
 KV_WORTH_HALVING = 0.2

@@ -14,7 +14,8 @@ from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
 from tuner.analysis.rates import SHORT_STAGES, safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
 from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, Slo
-from tuner.records import EngineConfig, Estimate, StageRecord
+from tuner.engine_config import EngineConfig
+from tuner.records import Estimate, StageRecord
 
 FenceSource = Literal["told", "given", "recognised"]
 

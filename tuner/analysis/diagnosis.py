@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from tuner.analysis.roofline import StepShares, step_ms, step_shares
 from tuner.answer import Binding, KneeFinding, LadderVerdict
+from tuner.engine_config import EngineConfig
 from tuner.measure.validity import CLIENT_BOUND
-from tuner.records import CLIMB_KINDS, EngineConfig, EngineFacts, StageRecord
+from tuner.records import CLIMB_KINDS, EngineFacts, StageRecord
 
 FULL_KV_CACHE = 0.95
 WAITING_SHARE = 0.1

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuner.answer import LaunchNoise
+from tuner.engine_config import EngineConfig
 from tuner.measure.latency import student_t_975
-from tuner.records import EngineConfig, Estimate, Measured, StageKind, StageRecord, TrialRecord
+from tuner.records import Estimate, Measured, StageKind, StageRecord, TrialRecord
 
 FEWEST_DEGREES = 4
 """Of freedom: a variance told from fewer is a guess."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tuner.analysis.curve import DEFAULT_RELATIVE_NOISE
 from tuner.analysis.noise import launch_noise, widened
 from tuner.answer import LaunchNoise, ParetoPoint
-from tuner.records import EngineConfig, Estimate, Measured, StageRecord, TrialRecord, TrialRole
+from tuner.engine_config import EngineConfig
+from tuner.records import Estimate, Measured, StageRecord, TrialRecord, TrialRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from tuner.analysis.slo import (
     violations,
 )
 from tuner.answer import BurstEvidence, KneeFinding, LadderVerdict, RunVerdict, Slo
+from tuner.engine_config import EngineConfig
 from tuner.oom_lessons import ShareCeiling
 from tuner.records import (
     CLIMB_KINDS,
-    EngineConfig,
     EngineFacts,
     Estimate,
     Failed,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from tuner.analysis.safe_rate import MOST_STAGES, RELATIVE_STEP, RateStage, SafeRate, is_safe, safe_rate
 from tuner.answer import Slo
-from tuner.records import Estimate, Record, StageKind, StageRecord
+from tuner.frozen import Record
+from tuner.records import Estimate, StageKind, StageRecord
 
 UNSTEADY_TRIES = 2
 """A rate that could not be measured so often is taken not to be safe: something about it does not hold still."""

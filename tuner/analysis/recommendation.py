@@ -24,7 +24,8 @@ from tuner.answer import (
     Slo,
     TimeSplit,
 )
-from tuner.records import EngineConfig, Estimate, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.engine_config import EngineConfig
+from tuner.records import Estimate, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 

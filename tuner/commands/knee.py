@@ -14,9 +14,9 @@ from tuner.analysis.slo import SloBoundary, highest_inside, slo_boundary
 from tuner.answer import KneeFinding, LadderVerdict
 from tuner.elsewhere.files import ElsewhereLadder, read_ladder
 from tuner.elsewhere.stage import Axis, point_of, reasons_to_leave_out
+from tuner.frozen import Record
 from tuner.inputs import InputError, parse_duration_s
 from tuner.ladder_answer import AnswerVerdict, LadderAnswer, knee_figures, verdict_of
-from tuner.records import Record
 from tuner.wording import latency, throughput
 
 _WHAT_NOW = {

@@ -16,8 +16,9 @@ from rich.text import Text
 from tuner.analysis.standing import standing
 from tuner.commands.watch import PURPOSE, clock_text, trial_text
 from tuner.commands.words import estimate_text, milliseconds_text
+from tuner.engine_config import EngineConfig
 from tuner.progress import Clock
-from tuner.records import EngineConfig, StageRecord, TrialRecord, TrialRole
+from tuner.records import StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 NOTES_SHOWN = 3

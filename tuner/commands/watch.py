@@ -8,8 +8,9 @@ from typing import Self
 import typer
 
 from tuner.commands.words import duration_text, estimate_text, milliseconds_text
+from tuner.engine_config import EngineConfig
 from tuner.progress import Clock
-from tuner.records import EngineConfig, StageRecord, TrialRecord, TrialRole
+from tuner.records import StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 PURPOSE = {

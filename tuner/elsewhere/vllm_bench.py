@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from tuner.elsewhere.document import Document
 from tuner.elsewhere.stage import Axis, ElsewhereStage
+from tuner.engine_config import EngineConfig
 from tuner.inputs import InputError
-from tuner.records import EngineConfig
 
 ASK_FOR_P95 = "vllm bench serve writes p95s only with --metric-percentiles 95 (and E2E with --percentile-metrics e2el)"
 _ENGINE_KEYS = (*EngineConfig.model_fields, "model_id")

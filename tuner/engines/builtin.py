@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuner.engine_config import EngineConfig, Setting
 from tuner.engines.device_return import NotFree
 from tuner.engines.memory_failures import memory_failure
 from tuner.engines.process import how_it_ended, read_url
@@ -16,7 +17,7 @@ from tuner.job import EngineSpec
 from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import read_infos, read_memory_bytes
 from tuner.parameters import SearchedValues
-from tuner.records import EngineConfig, EngineFacts, Failed, FailureKind, Setting
+from tuner.records import EngineFacts, Failed, FailureKind
 
 NAME = "builtin"
 

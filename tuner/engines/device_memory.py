@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import psutil
 
+from tuner.frozen import Record
 from tuner.gpus import VARIABLE
 from tuner.job import EngineSpec
 from tuner.placement import needs_gpu_count
-from tuner.records import Record
 
 
 class DeviceUse(Record):

@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 
 from tuner.engines.device_memory import DeviceUse, Reading, ReadMemory
 from tuner.engines.family import living, read_launch
-from tuner.records import Failed, FailureKind, Record
+from tuner.frozen import Record
+from tuner.records import Failed, FailureKind
 
 TOLERANCE_BYTES = 300 * 2**20
 """A device is as it was before when no more than this is in use beyond it: drivers keep some context for a while."""

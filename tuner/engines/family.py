@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import psutil
 
-from tuner.records import Record
+from tuner.frozen import Record
 
 MARK = "KNEETUNE_LAUNCH"
 """The environment variable every process of a launch inherits: it is known by it wherever it hides."""

@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from tuner.bench_answer import UNKNOWN_ENGINE, ServerFacts
+from tuner.engine_config import EngineConfig
 from tuner.inputs import InputError
 from tuner.load.connection import Endpoint, Exchange, connect
 from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import parse_snapshot, read_infos, read_memory_bytes
-from tuner.records import EngineConfig
 
 ANSWER_S = 10.0
 """A page takes no longer than that. Unit: seconds."""

@@ -8,7 +8,7 @@ import yaml
 
 from tuner import wording
 from tuner.answer import Profile, Recommendation, RunVerdict
-from tuner.records import Setting
+from tuner.engine_config import Setting
 
 
 class ExportRefusedError(ValueError):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from tuner import wording
 from tuner.answer import Profile, Recommendation, Slo
+from tuner.engine_config import EngineConfig
 from tuner.export.context import knee
-from tuner.records import EngineConfig
 
 
 class Rung(NamedTuple):

@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from tuner.frozen import Record
 from tuner.inputs import DurationS
-from tuner.records import Loop, Record
+from tuner.records import Loop
 
 _DRAWN_AT_ONCE = 256
 

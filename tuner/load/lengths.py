@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from tuner.records import Record
+from tuner.frozen import Record
 
 MOST_TOKENS = 10_000_000
 """Longer than any context: a larger bound is a slip of the pen."""

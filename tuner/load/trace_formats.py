@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
+from tuner.frozen import Record
 from tuner.inputs import InputError
-from tuner.records import Record
 
 MOONCAKE_BLOCK_TOKENS = 512
 """What one of Mooncake's hashes stands for."""

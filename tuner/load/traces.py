@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field, model_validator
 
+from tuner.frozen import Record
 from tuner.inputs import DurationS
 from tuner.load.trace_formats import READERS, TraceError, TraceFormat, TraceRow
-from tuner.records import Record
 
 _DIGEST_DIGITS = 12
 

@@ -8,11 +8,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tuner.frozen import Record
 from tuner.inputs import DurationS, read_preset, validated
 from tuner.load.arrivals import AllAtOnce, Arrivals, Closed, Replayed, loop_of
 from tuner.load.lengths import Length, Tokens
 from tuner.load.traces import Trace, TraceSpec, read_trace
-from tuner.records import Loop, Record
+from tuner.records import Loop
 
 _HASH_DIGITS = 12
 

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from tests.fakes import records
 from tuner.analysis.knee import LadderPoint
-from tuner.records import EngineConfig, StageKind, StageRecord
+from tuner.engine_config import EngineConfig
+from tuner.records import StageKind, StageRecord
 
 FloatArray = npt.NDArray[np.float64]
 CurveOf = Callable[[FloatArray], FloatArray]

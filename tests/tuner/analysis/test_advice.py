@@ -11,7 +11,8 @@ from tests.tuner.analysis.steps import BANDWIDTH, COMPUTE, Law
 from tuner.analysis.advice import advise
 from tuner.analysis.diagnosis import diagnose
 from tuner.answer import Advice, KneeFinding, LadderVerdict
-from tuner.records import EngineConfig, StepFigures
+from tuner.engine_config import EngineConfig
+from tuner.records import StepFigures
 
 KNEE = KneeFinding(verdict=LadderVerdict.KNEE, load=16.0)
 NAMES = (

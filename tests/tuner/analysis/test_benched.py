@@ -9,7 +9,8 @@ import pytest
 from tests.fakes.records import CHOSEN, estimate, ladder, stage
 from tuner.analysis.benched import Asked, conclude, has_answer
 from tuner.answer import LadderVerdict
-from tuner.records import EngineConfig, StageRecord
+from tuner.engine_config import EngineConfig
+from tuner.records import StageRecord
 
 
 def _without(stages: Sequence[StageRecord], *names: str) -> list[StageRecord]:

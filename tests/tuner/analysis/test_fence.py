@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.fakes.records import stage
 from tuner.analysis.fence import fenced_beyond, recognised_fence
-from tuner.records import EngineConfig, StageRecord
+from tuner.engine_config import EngineConfig
+from tuner.records import StageRecord
 
 
 def _at_fence(fence: int, load: int, **seen: object) -> StageRecord:

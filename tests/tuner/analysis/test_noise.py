@@ -14,7 +14,8 @@ from tests.fakes.records import CHOSEN, estimate, facts, stage
 from tuner.analysis.combine import combined, ratio
 from tuner.analysis.noise import FEWEST_DEGREES, launch_noise, widened
 from tuner.answer import LaunchNoise
-from tuner.records import EngineConfig, Estimate, Measured, TrialRecord, TrialRole
+from tuner.engine_config import EngineConfig
+from tuner.records import Estimate, Measured, TrialRecord, TrialRole
 
 NOISE = LaunchNoise(relative_sd=0.05, num_launches=8, degrees_of_freedom=6)
 

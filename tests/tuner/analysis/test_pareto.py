@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.fakes import records
 from tuner.analysis.combine import combined
 from tuner.analysis.pareto import dominates, overlap, pareto_front, per_device, smaller_first
-from tuner.records import EngineConfig, EngineFacts, Estimate, Measured, StageRecord, TrialRecord, TrialRole
+from tuner.engine_config import EngineConfig
+from tuner.records import EngineFacts, Estimate, Measured, StageRecord, TrialRecord, TrialRole
 
 CONFIG = records.CHOSEN
 FACTS: EngineFacts = records.facts(CONFIG)

@@ -12,8 +12,9 @@ from tests.tuner.analysis.curves import climbed
 from tuner.analysis.knee import find_knee, points_of
 from tuner.elsewhere.files import ElsewhereLadder, read_ladder
 from tuner.elsewhere.stage import point_of
+from tuner.engine_config import EngineConfig
 from tuner.inputs import InputError
-from tuner.records import EngineConfig, Measured, StageKind, TrialRecord
+from tuner.records import Measured, StageKind, TrialRecord
 from tuner.store import stage_table
 
 OTHER = records.CHOSEN.model_copy(update={"max_num_seqs": 32})

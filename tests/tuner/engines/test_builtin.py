@@ -8,7 +8,7 @@ from engine.__main__ import engine_config, parse_arguments
 from engine.config import EngineConfig
 from engine.device_ledger import Claim
 from engine.memory import DeviceMemory, NotEnoughMemoryError, requested_bytes
-from tuner import records
+from tuner.engine_config import EngineConfig as TunedConfig
 from tuner.engines import builtin
 from tuner.engines.device_return import NotFree
 from tuner.inputs import InputError
@@ -28,7 +28,7 @@ def test_the_defaults_are_those_of_the_engine() -> None:
 
 def test_a_law_is_simulated_and_nothing_else_is() -> None:
     """A rehearsal is asked for by name; without a law every launch computes."""
-    config = records.EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.9)
+    config = TunedConfig(max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.9)
 
     def command(spec: EngineSpec) -> list[str]:
         return builtin.command("embedded", config, spec, port=1, served_model_name="x")
@@ -87,7 +87,7 @@ SETTINGS = [
 def test_every_parameter_that_is_set_reaches_the_engine(setting: dict[str, object], flags: str) -> None:
     """The engine's own parser reads each flag to the value that was asked for; what is not set is left to it."""
     three = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9}
-    config = records.EngineConfig.model_validate(three | setting)
+    config = TunedConfig.model_validate(three | setting)
     line = builtin.command("embedded", config, EngineSpec(), port=1, served_model_name="x")
     assert f" {flags} " in " ".join(line)
     serve = line[line.index("serve") :]
@@ -104,7 +104,7 @@ def test_every_parameter_that_is_set_reaches_the_engine(setting: dict[str, objec
 def test_a_parameter_in_force_that_was_not_asked_for_is_seen(setting: dict[str, object]) -> None:
     """A launch that runs with another value than its record says would teach the study a falsehood."""
     three = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9}
-    config = records.EngineConfig.model_validate(three | setting)
+    config = TunedConfig.model_validate(three | setting)
     labels = {name: str(value) for name, value in config.model_dump(exclude_none=True).items()}
 
     def reading(**over: str) -> builtin.Reading:
