@@ -150,3 +150,15 @@ def test_batch_means_cover_the_true_rate() -> None:
         found = latency.rate_estimate(rng.uniform(0, 10, rng.poisson(1000)), Window(0, 10), correlation_s=0.3)
         hits += found.low is not None and found.high is not None and found.low <= 100 <= found.high
     assert 0.92 <= hits / 300 <= 0.98
+
+
+def test_waiting_for_a_free_connection_counts_as_the_user_waits() -> None:
+    """Eight arrivals 100 ms apart, one at a time, 500 ms each: users wait 1.9 s where a late clock shows 0.5."""
+    window = Window(0.0, 10.0)
+    records = [
+        record(index=n, intended_s=0.1 * n, sent_s=0.5 * n, times_s=(0.5 * n + 0.1, 0.5 * n + 0.5)) for n in range(8)
+    ]
+    e2e_ms = [1e3 * latency.e2e_s(each) for each in latency.finished_inside(records, window)]
+    assert (np.mean(e2e_ms), max(e2e_ms)) == (pytest.approx(1900), pytest.approx(3300))
+    assert np.mean([1e3 * (each.sent_s - each.intended_s) for each in records]) == pytest.approx(1400)
+    assert {round(1e3 * (each.finished_s - each.sent_s)) for each in records} == {500}
