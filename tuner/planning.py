@@ -1,11 +1,11 @@
-"""What a job would do, before it does anything: settings, launches, stages, expected time. Pure."""
+"""What a job would do, before it does anything: settings, launches, stages, expected time."""
 
 from __future__ import annotations
 
 import math
 
 from tuner.climb import rate_stage_s
-from tuner.engines import builtin
+from tuner.engines.registry import adapter_of
 from tuner.frozen import Record
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, most_stages
@@ -132,9 +132,8 @@ def safe_rate_s(job: TuningJob, *, start_s: float, rate_rps: float = math.inf) -
 
 
 def default_values(job: TuningJob) -> SearchedValues:
-    """The engine's own defaults: trial 0. Of what else is searched none is set."""
-    del job  # one engine so far
-    return builtin.DEFAULTS
+    """The engine's own defaults: trial 0. Of what else is searched none is set. The installed engine is asked."""
+    return adapter_of(job.engine).installed(job).defaults
 
 
 def cautious_values(job: TuningJob) -> SearchedValues:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tuner.answer import Provenance
+from tuner.engines.registry import adapter_of
 from tuner.job import TuningJob
 
 PACKAGES = ("optuna", "ray", "torch", "transformers", "pandas", "numpy", "plotly", "aiohttp")
@@ -22,7 +23,7 @@ def provenance(job: TuningJob) -> Provenance:
     return Provenance(
         kneetune_version=metadata.version("kneetune"),
         engine=job.engine.name,
-        engine_version=metadata.version("kneetune"),
+        engine_version=adapter_of(job.engine).installed(job).version,
         model=job.model,
         model_hash=model_hash(job.model),
         workload=job.workload.name,

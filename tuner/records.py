@@ -246,6 +246,9 @@ class StageRecord(Record):
     (it speaks HTTP), then its descendants, the busiest first. None for a server that is not ours."""
 
     memory: MemoryFigures
+    not_applicable: tuple[str, ...] = ()
+    """Names of the fields above that this engine has no way to tell, where None elsewhere means unknown."""
+
     valid: bool
     invalid_reasons: tuple[str, ...] = ()
 
@@ -267,6 +270,10 @@ class StageRecord(Record):
         if self.loop == "open":
             raise ValueError(f"{self.load} requests/s are no number of users")
         return int(self.load)
+
+    def is_unknown(self, name: str) -> bool:
+        """Whether a figure is missing that the engine should have told: that fails closed."""
+        return getattr(self, name) is None and name not in self.not_applicable
 
 
 class FailureKind(StrEnum):

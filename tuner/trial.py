@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from tuner.climb import Climb, climb, stalled
 from tuner.engine_config import EngineConfig
-from tuner.engines import builtin
+from tuner.engines.adapter import EngineAdapter, OurEngine, recognised
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.device_memory import ReadMemory, memory_reader
 from tuner.engines.device_return import (
@@ -25,6 +25,7 @@ from tuner.engines.device_return import (
     write_reading,
 )
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
+from tuner.engines.registry import adapter_of
 from tuner.frozen import Record
 from tuner.gpus import VARIABLE
 from tuner.job import TuningJob
@@ -137,7 +138,7 @@ def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = (), read: ReadMemory |
         if outcome.outcome == "failed" and not attempt.came_up:
             outcome = unless_disturbed(outcome, before, after)
             if full is None:
-                yield from _wait_for_memory(outcome, read)
+                yield from _wait_for_memory(_adapter(spec), outcome, read)
     except (DeviceHiddenError, OSError) as error:
         outcome = Failed(kind=FailureKind.INFRASTRUCTURE, detail=str(error))
     yield TrialRecord(
@@ -170,15 +171,15 @@ def _attempted(
     try:
         with _launched(spec, environment, on_gpu=on_gpu) as engine:
             start_s = engine.start_s
-            reading = builtin.read(engine.base_url)
-            refused = _refused(spec, engine, reading)
-            if refused is None:
-                for stage in _climb(spec, engine, reading):
-                    stages.append(stage)
-                    yield stage
-                    if _first_not_reset(stages) is stage:
-                        yield TrialNote(text=f"trial {spec.number}: {_NOT_RESET}")
-            return _Attempt(refused or _outcome(spec, engine, reading, stages), start_s, came_up=True)
+            ours = _recognised(spec, engine)
+            if isinstance(ours, Failed):
+                return _Attempt(ours, start_s, came_up=True)
+            for stage in _climb(spec, engine, ours):
+                stages.append(stage)
+                yield stage
+                if _first_not_reset(stages) is stage:
+                    yield TrialNote(text=f"trial {spec.number}: {_NOT_RESET}")
+            return _Attempt(_outcome(spec, engine, ours, stages), start_s, came_up=True)
     except EngineStartError as error:
         return _Attempt(_not_started(spec, error), time.perf_counter() - begun, came_up=False)
     except WorkloadError as error:
@@ -189,9 +190,9 @@ def _attempted(
         return _Attempt(_broken(spec, error), start_s, came_up=True)
 
 
-def _wait_for_memory(failed: Failed, read: ReadMemory) -> Iterator[TrialNote]:
+def _wait_for_memory(adapter: EngineAdapter, failed: Failed, read: ReadMemory) -> Iterator[TrialNote]:
     """Where memory was short only now, give others the time to free it: the setting is tried again after that."""
-    missing = builtin.not_free(failed.detail) if failed.kind is FailureKind.INFRASTRUCTURE else None
+    missing = adapter.not_free(failed.detail) if failed.kind is FailureKind.INFRASTRUCTURE else None
     if missing is not None:
         yield TrialNote(text=f"waits up to {FREE_S:g} s for memory: {failed.detail}")
         wait_for_free(missing, read)
@@ -227,6 +228,10 @@ def _check_gpus(spec: TrialSpec, environment: Mapping[str, str]) -> None:
         )
 
 
+def _adapter(spec: TrialSpec) -> EngineAdapter:
+    return adapter_of(spec.job.engine)
+
+
 def served_model_name(spec: TrialSpec) -> str:
     """A name no other server answers to: a stray server on our port is noticed by it."""
     return f"{spec.job.name}-trial-{spec.number:04d}-{os.getpid()}"
@@ -237,13 +242,14 @@ def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> 
     if on_gpu:
         # `auto` would fall back to the CPU where the engine's torch has no CUDA, and the trials beside it as well.
         engine = engine.model_copy(update={"device": "cuda"})
-    command = builtin.command(spec.job.model, spec.config, engine, port=port, served_model_name=served_model_name(spec))
+    adapter, model = _adapter(spec), spec.job.model
     return launched(
-        command,
+        adapter.command(model, spec.config, engine, port=port, served_model_name=served_model_name(spec)),
         port=port,
-        environment=environment,
+        environment=adapter.environment(environment, model, engine),
         directory=spec.directory,
-        timeout_s=spec.job.engine.start_timeout,
+        timeout_s=engine.start_timeout,
+        exit_grace_s=adapter.exit_grace_s,
     )
 
 
@@ -256,7 +262,7 @@ def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
 
 def _last_words(spec: TrialSpec, *, was_ready: bool, exit_code: int | None = None) -> Failed:
     """Why the engine ended; lack of memory is said with the setting that was short of it."""
-    words = builtin.last_words(spec.directory / "engine.log", was_ready=was_ready, exit_code=exit_code)
+    words = _adapter(spec).last_words(spec.directory / "engine.log", was_ready=was_ready, exit_code=exit_code)
     if words.kind not in OUT_OF_MEMORY | {FailureKind.NO_KV_MEMORY}:
         return words
     return words.model_copy(update={"detail": f"{words.detail} ({config_text(spec.config)})"})
@@ -270,32 +276,31 @@ def _broken(spec: TrialSpec, error: Exception) -> Failed:
     return Failed(kind=FailureKind.INFRASTRUCTURE, detail=f"{type(error).__name__}: {error}")
 
 
-def _refused(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Failed | None:
-    """Why nothing may be sent to the server that answered, or None: not ours, or not as asked."""
-    if reading.model_name != served_model_name(spec):
-        detail = f"port held by another server: {engine.base_url} serves {reading.model_name!r}; nothing was sent to it"
-        return Failed(kind=FailureKind.INFRASTRUCTURE, detail=detail)
-    mismatch = builtin.mismatch(spec.config, reading)
-    if mismatch is not None:
-        return Failed(kind=FailureKind.CONFIG_MISMATCH, detail=mismatch)
-    try:
-        for workload in (spec.job.workload, spec.job.burst):
-            workload.check_fits(builtin.facts(reading).max_model_len)
-    except WorkloadError as error:
-        return Failed(kind=FailureKind.INVALID_CONFIG, detail=str(error))
-    return None
+def _recognised(spec: TrialSpec, engine: RunningEngine) -> OurEngine | Failed:
+    """What the engine says of itself; why nothing may be sent to what answers: not ours, or not as asked."""
+    adapter = _adapter(spec)
+    reading = adapter.read(engine.base_url, log=engine.log_path)
+    ours = recognised(adapter, reading, spec.config, served_model_name=served_model_name(spec), url=engine.base_url)
+    if isinstance(ours, OurEngine):
+        try:
+            for workload in (spec.job.workload, spec.job.burst):
+                workload.check_fits(ours.facts.max_model_len)
+        except WorkloadError as error:
+            return Failed(kind=FailureKind.INVALID_CONFIG, detail=str(error))
+    return ours
 
 
-def _climb(spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading) -> Iterator[StageRecord]:
+def _climb(spec: TrialSpec, engine: RunningEngine, ours: OurEngine) -> Iterator[StageRecord]:
     """Measure stage after stage until the plan has no next one or the engine cannot go on."""
-    facts = builtin.facts(reading)
+    facts = ours.facts
     target = Target(
         endpoint=Endpoint.from_url(engine.base_url),
-        model=reading.model_name,
+        model=served_model_name(spec),
         max_model_len=facts.max_model_len,
         # The processes of a simulated engine say nothing about its device's memory.
         root_pid=None if facts.simulated else engine.launch.pid,
-        memory=builtin.memory(reading),
+        memory=ours.memory,
+        not_applicable=_adapter(spec).not_applicable,
     )
     plan = spec.plan
     if isinstance(plan, Ladder):
@@ -317,7 +322,7 @@ def _first_not_reset(stages: Sequence[StageRecord]) -> StageRecord | None:
 
 
 def _outcome(
-    spec: TrialSpec, engine: RunningEngine, reading: builtin.Reading, stages: Sequence[StageRecord]
+    spec: TrialSpec, engine: RunningEngine, ours: OurEngine, stages: Sequence[StageRecord]
 ) -> Measured | Failed:
     if not engine.is_alive():
         return _last_words(spec, was_ready=True, exit_code=engine.exit_code())
@@ -328,4 +333,4 @@ def _outcome(
     if not any(stage.valid for stage in stages):
         reasons = "; ".join(stages[-1].invalid_reasons) if stages else "no stage was measured"
         return Failed(kind=FailureKind.INVALID_MEASUREMENT, detail=reasons)
-    return Measured(facts=builtin.facts(reading), stages=tuple(stages))
+    return Measured(facts=ours.facts, stages=tuple(stages))

@@ -244,7 +244,7 @@ def test_an_engine_that_runs_out_of_memory_is_told_by_its_own_line_and_the_setti
     def command(*_: object, port: int, served_model_name: str) -> list[str]:
         return [sys.executable, "-c", script, str(port), served_model_name]
 
-    monkeypatch.setattr("tuner.trial.builtin.command", command)
+    monkeypatch.setattr("tuner.engines.builtin.BuiltinEngine.command", command)
     asked = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.95}
     stages, trial = _run(_spec(tmp_path, _steps(1), **asked))
 

@@ -108,7 +108,7 @@ def _launch_instead(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     def command(*_: object, port: int, served_model_name: str) -> list[str]:
         return [sys.executable, "-c", script, str(port), served_model_name]
 
-    monkeypatch.setattr("tuner.trial.builtin.command", command)
+    monkeypatch.setattr("tuner.engines.builtin.BuiltinEngine.command", command)
 
 
 @pytest.mark.usefixtures("_quick")

@@ -157,12 +157,12 @@ def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo)
     over = violations(stage, slo)
     failures = [
         (not stage.valid, f"the stage is invalid: {'; '.join(stage.invalid_reasons)}"),
-        (stage.num_preemptions is None, "preemptions are unknown"),
+        (stage.is_unknown("num_preemptions"), "preemptions are unknown"),
         ((stage.num_preemptions or 0) > 0, f"{stage.num_preemptions} preemptions"),
         (stage.num_failed > 0, f"{stage.num_failed} requests failed: {stage.first_error}"),
         (stage.num_completed == 0, "no request was completed"),
         (over["itl_p95"] > 0, _over("p95 ITL", stage.itl_p95_ms, slo.itl_p95_ms)),
-        (usage is None, "peak KV use is unknown"),
+        (stage.is_unknown("kv_cache_usage_peak"), "peak KV use is unknown"),
         (usage is not None and usage > 1 - KV_HEADROOM, f"KV use peaked at {_percent(usage)}: under 5 % is left"),
     ]
     reasons = [reason for failed, reason in failures if failed]

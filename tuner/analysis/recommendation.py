@@ -85,10 +85,10 @@ def refutation(choice: ProductionChoice, pair: ConfirmedPair, slo: Slo) -> str |
         )
     point = operating_point_of(stages)
     faults = []
-    if point.num_preemptions != 0:
+    if point.num_preemptions or any(stage.is_unknown("num_preemptions") for stage in stages):
         faults.append(f"{'unknown' if point.num_preemptions is None else point.num_preemptions} preemptions")
     usage = point.kv_cache_usage_peak
-    if usage is None or usage > 1 - KV_HEADROOM:
+    if (usage or 0.0) > 1 - KV_HEADROOM or any(stage.is_unknown("kv_cache_usage_peak") for stage in stages):
         faults.append(f"KV use {'unknown' if usage is None else f'{usage:.0%}'}")
     faults += [fault for stage in stages for fault in _over(stage, slo)]
     if not faults:

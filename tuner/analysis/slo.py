@@ -155,8 +155,8 @@ def least_violating_stage(stages: Sequence[StageRecord], slo: Slo) -> StageRecor
 
 def keeps_headroom(stage: StageRecord) -> bool:
     """Whether nothing was preempted and the KV cache kept its headroom; what is unknown fails."""
-    usage = stage.kv_cache_usage_peak
-    return stage.num_preemptions == 0 and usage is not None and usage <= 1 - KV_HEADROOM
+    is_unknown = stage.is_unknown("num_preemptions") or stage.is_unknown("kv_cache_usage_peak")
+    return not is_unknown and may_keep_headroom(stage)
 
 
 def may_keep_headroom(stage: StageRecord) -> bool:

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from tuner.commands.words import duration_text
+from tuner.engines.adapter import check_job
+from tuner.engines.registry import adapter_of
 from tuner.gpus import visible_gpus
 from tuner.job import TuningJob, load_job
 from tuner.placement import Placement, needs_gpu_count, place
@@ -32,8 +34,9 @@ def place_here(job: TuningJob) -> Placement:
     """Where the trials of `job` run on this machine, by the most GPUs that one of its settings takes.
 
     Raises:
-        InputError: where not even one launch fits, naming what it takes and what there is.
+        InputError: where not even one launch fits, or the engine cannot be told what the job says, naming what.
     """
+    check_job(adapter_of(job.engine), job)
     sizes = {job.config(values).tensor_parallel_size for values in combinations(job.search_space)}
     return place(
         job.engine,

@@ -1,4 +1,4 @@
-"""Becomes the engine: `python -m tuner.engines.child PARENT_PID -- COMMAND…`.
+"""Becomes the engine: `python -I child.py PARENT_PID -- COMMAND…`, run as a file, whatever environment the engine has.
 
 An engine runs in a session of its own, so the death of the worker that launched it would pass it by. This small step in
 between asks the kernel to end it with its parent, then turns into the command. (A `preexec_fn` would run Python in a

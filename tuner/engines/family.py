@@ -101,13 +101,18 @@ def _belongs(process: psutil.Process, launch: Launch) -> bool:
     return os.getsid(process.pid) == launch.pid or process.environ().get(MARK) == launch.mark
 
 
-def end(launch: Launch, known: Iterable[psutil.Process] = ()) -> None:
-    """End every process of the launch: TERM to the first and its group, then to what that leaves, then KILL."""
+def end(launch: Launch, known: Iterable[psutil.Process] = (), *, grace_s: float = TERM_GRACE_S) -> None:
+    """End every process of the launch: TERM to the first and its group, then to what that leaves, then KILL.
+
+    Args:
+        known: members seen before.
+        grace_s: what the first process gets to end by itself.
+    """
     members = living(launch, known)
     if leader(launch) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launch.pid, signal.SIGTERM)
-        _wait_until(lambda: leader(launch) is None, TERM_GRACE_S)
+        _wait_until(lambda: leader(launch) is None, grace_s)
     for member in living(launch, members):
         _signal(member, signal.SIGTERM)
     if _gone(launch, members, ORPHAN_GRACE_S):

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from tuner.engines.family import MARK, Launch, end, leader, living, new_mark, write_launch
+from tuner.engines import child
+from tuner.engines.family import MARK, TERM_GRACE_S, Launch, end, leader, living, new_mark, write_launch
 
 EXIT_S = 2.0
 """Between a process's death and its exit code, at the most. Unit: seconds."""
@@ -108,11 +109,21 @@ def recorded_environment(environment: dict[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def launched(
-    command: list[str], *, port: int, environment: dict[str, str], directory: Path, timeout_s: float
+    command: list[str],
+    *,
+    port: int,
+    environment: dict[str, str],
+    directory: Path,
+    timeout_s: float,
+    exit_grace_s: float = TERM_GRACE_S,
 ) -> Iterator[RunningEngine]:
     """Start `command`, wait until its /health answers 200, and see to it that nothing is left of it afterwards.
 
     Its output goes to `directory/engine.log`; its command, environment and identity are recorded beside it.
+
+    Args:
+        timeout_s: what it gets to become healthy.
+        exit_grace_s: what it gets to end by itself.
 
     Raises:
         EngineStartError: if it dies first, or is not healthy after `timeout_s`.
@@ -123,7 +134,7 @@ def launched(
     begun, mark = time.perf_counter(), new_mark()
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tuner.engines.child", str(os.getpid()), "--", *command],
+            [sys.executable, "-I", child.__file__, str(os.getpid()), "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -141,7 +152,7 @@ def launched(
         yield RunningEngine(launch, base_url, log_path, start_s, lambda: _exit_code(process))
     finally:
         # Those seen when it was healthy are told: a first process that died since can no longer name its children.
-        end(launch, members)
+        end(launch, members, grace_s=exit_grace_s)
         process.wait()
 
 

@@ -69,3 +69,6 @@ class Target:
     """The engine's first process; None where it is not ours to look at."""
 
     memory: EngineMemory = field(default_factory=EngineMemory)
+
+    not_applicable: frozenset[str] = frozenset()
+    """Figures of a `StageRecord` that this engine has no way to tell."""

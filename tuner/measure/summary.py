@@ -131,6 +131,7 @@ def summarise(
         memory=memory_figures(
             target.memory, kv_cache_usage_peak=kv_cache_usage_peak, device_peak_bytes=device_peak_bytes
         ),
+        not_applicable=tuple(sorted(target.not_applicable & set(StageRecord.model_fields))),
         valid=not reasons,
         invalid_reasons=reasons,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.__main__ import engine_config, parse_arguments
@@ -10,6 +12,8 @@ from engine.device_ledger import Claim
 from engine.memory import DeviceMemory, NotEnoughMemoryError, requested_bytes
 from tuner.engine_config import EngineConfig as TunedConfig
 from tuner.engines import builtin
+from tuner.engines.adapter import Reading, mismatch
+from tuner.engines.builtin import BUILTIN
 from tuner.engines.device_return import NotFree
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, load_job
@@ -31,7 +35,7 @@ def test_a_law_is_simulated_and_nothing_else_is() -> None:
     config = TunedConfig(max_num_seqs=8, max_num_batched_tokens=256, gpu_memory_utilization=0.9)
 
     def command(spec: EngineSpec) -> list[str]:
-        return builtin.command("embedded", config, spec, port=1, served_model_name="x")
+        return BUILTIN.command("embedded", config, spec, port=1, served_model_name="x")
 
     assert "--executor" not in command(EngineSpec())
     line = " ".join(command(EngineSpec(law="h100-8b")))
@@ -59,13 +63,14 @@ def test_several_cores_are_read_as_one_engine(monkeypatch: pytest.MonkeyPatch) -
     ]
     answers = {"/v1/models": '{"data": [{"id": "m"}]}', "/metrics": _PAGE + "\n".join(memory)}
     monkeypatch.setattr(builtin, "read_url", lambda url, **_: answers[url.removeprefix("http://x")].encode())
-    reading = builtin.read("http://x")
+    reading = BUILTIN.read("http://x", log=Path("engine.log"))
 
-    facts = builtin.facts(reading)
+    facts = reading.facts
+    assert facts is not None
     assert (facts.num_gpu_blocks, facts.kv_block_bytes, facts.memory_total_bytes) == (70, 10, 2000)
     assert (facts.memory_reserved_bytes, facts.weights_bytes, facts.activation_peak_bytes) == (1800, 200, 100)
     # The blocks in force: an override has others than the share leaves room for.
-    assert builtin.memory(reading).kv_cache_bytes == 700
+    assert reading.memory.kv_cache_bytes == 700
 
 
 SETTINGS = [
@@ -88,7 +93,7 @@ def test_every_parameter_that_is_set_reaches_the_engine(setting: dict[str, objec
     """The engine's own parser reads each flag to the value that was asked for; what is not set is left to it."""
     three = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9}
     config = TunedConfig.model_validate(three | setting)
-    line = builtin.command("embedded", config, EngineSpec(), port=1, served_model_name="x")
+    line = BUILTIN.command("embedded", config, EngineSpec(), port=1, served_model_name="x")
     assert f" {flags} " in " ".join(line)
     serve = line[line.index("serve") :]
     asked = engine_config(parse_arguments(serve))
@@ -107,12 +112,13 @@ def test_a_parameter_in_force_that_was_not_asked_for_is_seen(setting: dict[str, 
     config = TunedConfig.model_validate(three | setting)
     labels = {name: str(value) for name, value in config.model_dump(exclude_none=True).items()}
 
-    def reading(**over: str) -> builtin.Reading:
-        return builtin.Reading(model_name="x", labels=labels | over, memory_bytes={})
+    def reading(**over: str) -> Reading:
+        return Reading(model_name="x", in_force=labels | over)
 
-    assert builtin.mismatch(config, reading(watermark="0.5") if config.watermark is None else reading()) is None
+    others = reading(watermark="0.5") if config.watermark is None else reading()
+    assert mismatch(BUILTIN, config, others) is None
     (name,) = setting
-    told = builtin.mismatch(config, reading(**{name: "other"}))
+    told = mismatch(BUILTIN, config, reading(**{name: "other"}))
     assert told == f"{name}: asked for {setting[name]}, the engine runs with other"
 
 
@@ -122,10 +128,10 @@ def test_what_a_start_was_short_of_is_read_in_the_engines_own_words(total: int, 
     claims = (Claim(12, "x", total // 2), Claim(34, "y", 1))
     with pytest.raises(NotEnoughMemoryError) as caught:
         requested_bytes(DeviceMemory(total_bytes=total, free_bytes=total // 4, claims=claims), 0.9, least_bytes=0)
-    missing = builtin.not_free(str(caught.value))
+    missing = BUILTIN.not_free(str(caught.value))
     assert missing is not None
     assert missing.holders == (12, 34)
     assert abs(missing.requested_bytes - int(0.9 * total)) <= 0.01 * unit
-    assert builtin.not_free("cannot bind 127.0.0.1:80: in use") is None
+    assert BUILTIN.not_free("cannot bind 127.0.0.1:80: in use") is None
     alone = "gpu_memory_utilization=0.9 asks for 7.20 GiB of 8.00 GiB, but 2.00 GiB is free now: free some"
-    assert builtin.not_free(alone) == NotFree(requested_bytes=round(7.2 * 2**30))
+    assert BUILTIN.not_free(alone) == NotFree(requested_bytes=round(7.2 * 2**30))
