@@ -55,7 +55,9 @@ class KneeAnswer(LadderAnswer):
 
 
 def knee(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Results of one ladder, or their folder.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE…", help="Results of one ladder, or the folder they are in.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
     r: Annotated[
         float, typer.Option(help="Exponent of generalised power: the knee is where a gain of 1/(1+r) counts as small.")
@@ -65,7 +67,7 @@ def knee(
     slo_itl_p95: Annotated[str | None, typer.Option(help="Limit, such as 50ms.")] = None,
     trial: Annotated[int | None, typer.Option(help="Which ladder of a run.")] = None,
 ) -> None:
-    """Find the knee in results measured elsewhere: CSV, a run of ours, vLLM's benchmarks, GuideLLM, AIPerf."""
+    """Find the knee in results that are there: CSV, runs and benches of ours, vLLM's benchmarks, GuideLLM, AIPerf."""
     if not 0 < r <= 100:
         raise InputError(f"--r is {r:g}, it must be above 0 and at most 100")
     if fence is not None and fence < 1:

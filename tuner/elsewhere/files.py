@@ -13,10 +13,14 @@ from tuner.elsewhere.stage import FEWEST_FOR_P95, Axis, ElsewhereStage, reasons_
 from tuner.inputs import InputError
 
 FORMATS = (
-    "CSV, a run directory or its stages.parquet, `vllm bench serve` or `sweep`, GuideLLM's benchmarks.json, "
-    "AIPerf's profile_export_aiperf.json"
+    "CSV, the folder of a run (or its stages.parquet), of a trial or of `kneetune bench` (or its bench.json), results "
+    "of `vllm bench serve` or `sweep` or their folder, GuideLLM's benchmarks.json, AIPerf's profile_export_aiperf.json"
 )
-_IN_A_FOLDER = ("summary.csv", "**/profile_export_aiperf.json", "benchmarks.json")
+_IN_A_FOLDER = ("summary.csv", "**/profile_export_aiperf.json", "benchmarks.json", "*.json")
+"""Results that other tools leave in a folder: the first kind that is there is read."""
+
+_NO_RESULTS = ".pytorch.json"
+"""A second file that vLLM's benchmark may write beside a result, in a format of a dashboard's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +73,25 @@ def read_ladder(paths: Sequence[Path], *, trial: int | None = None) -> Elsewhere
 def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise InputError(f"{path}: no such file")
-    if not path.is_dir() or (path / "job.yaml").is_file():
+    if not path.is_dir() or _is_run(path) or own.is_unfinished(path):
         return [path]
+    answer = own.answer_file(path)
+    if answer is not None:
+        return [answer]
     for pattern in _IN_A_FOLDER:
-        found = sorted(path.glob(pattern))
+        found = sorted(file for file in path.glob(pattern) if not file.name.endswith(_NO_RESULTS))
         if found:
             return found
-    raise InputError(f"{path}: no results found in this folder (looked for {', '.join(_IN_A_FOLDER)}); name the files")
+    raise InputError(f"{path}: no results found in this folder. Known: {FORMATS}")
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "job.yaml").is_file()
 
 
 def _read(path: Path, trial: int | None) -> _Read:
     if path.is_dir():
-        return _own(own.run_ladder(path, trial))
+        return _own(own.run_ladder(path, trial) if _is_run(path) else own.unfinished_ladder(path))
     match path.suffix.lower():
         case ".parquet":
             return _own(own.table_ladder(path, trial))
@@ -93,8 +104,8 @@ def _read(path: Path, trial: int | None) -> _Read:
 
 
 def _own(ladder: own.OwnLadder) -> _Read:
-    notes = () if ladder.trial is None else (f"the ladder of trial {ladder.trial}",)
-    return _Read(stages=ladder.stages, fence=ladder.fence, notes=notes)
+    named = () if ladder.trial is None else (f"the ladder of trial {ladder.trial}",)
+    return _Read(stages=ladder.stages, fence=ladder.fence, notes=(*named, *ladder.notes))
 
 
 def _csv(path: Path) -> _Read:
@@ -132,6 +143,8 @@ def _by_tool(path: Path, documents: Sequence[Document]) -> _Read:
     first = documents[0]
     if all(vllm_bench.is_result(each.data) or vllm_bench.is_failure(each.data) for each in documents):
         return _vllm(documents)
+    if len(documents) == 1 and own.is_answer(first.data):
+        return _own(own.answer_ladder(path, first.data))
     if "workload_hash" in first.data:
         return _own(own.trial_ladder(path, [each.data for each in documents]))
     if len(documents) == 1 and guidellm.is_report(first.data):

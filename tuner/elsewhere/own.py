@@ -1,33 +1,82 @@
-"""Our own results: a run directory, its `stages.parquet`, or one trial's `stages.jsonl`."""
+"""Our own results: a run's folder, its `stages.parquet`, one trial's folder or `stages.jsonl`, or a bench's."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from tuner.bench_answer import BenchAnswer
 from tuner.elsewhere.stage import Axis, ElsewhereStage
 from tuner.inputs import InputError
-from tuner.records import CLIMB_KINDS, StageKind, StageRecord
-from tuner.store import RunStore
+from tuner.records import CLIMB_KINDS, StageKind, StageRecord, TrialRecord
+from tuner.store import RunStore, read_record
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _KINDS = {kind.value for kind in (*CLIMB_KINDS, StageKind.OVERLOAD)}
+_STAGES, _TRIAL, _BENCH = "stages.jsonl", "trial.json", "bench.json"
 _NEEDED = ("trial", "kind", "load", "valid", "fenced", "output_throughput_value", "config_max_num_seqs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLadder:
-    """The ladder of one trial."""
+    """The ladder of one trial or bench."""
 
     stages: tuple[ElsewhereStage, ...]
     fence: int | None
+    """None where it is not told there; the stages then say which of them were past it."""
+
     trial: int | None
+    notes: tuple[str, ...] = ()
+
+
+def answer_file(folder: Path) -> Path | None:
+    """What a bench or a trial ended with, where this is the folder of one."""
+    return next((folder / name for name in (_BENCH, _TRIAL) if (folder / name).is_file()), None)
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether this is the folder of a bench or a trial that has not come to its end."""
+    return answer_file(folder) is None and (folder / _STAGES).is_file()
+
+
+def unfinished_ladder(folder: Path) -> OwnLadder:
+    """The stages of a bench or a trial that runs, or was killed.
+
+    Raises:
+        InputError: for files of another version.
+    """
+    # Of a line that is being written only those before it are whole.
+    whole, _, _ = (folder / _STAGES).read_text(encoding="utf-8").rpartition("\n")
+    ladder = trial_ladder(folder / _STAGES, [json.loads(line) for line in whole.splitlines()])
+    return replace(ladder, notes=(f"{folder}: it has not come to its end; the ladder goes as far as it came",))
+
+
+def is_answer(data: Mapping[str, object]) -> bool:
+    """Whether this is what a bench or a trial ends with: a `bench.json` or a `trial.json`."""
+    return _is_trial(data) or {"finding", "server", "stages"} <= data.keys()
+
+
+def answer_ladder(path: Path, data: Mapping[str, object]) -> OwnLadder:
+    """The ladder in a `bench.json` or a `trial.json`, of which `data` is the content.
+
+    Raises:
+        InputError: for a trial that failed, or a file of another version.
+    """
+    if _is_trial(data):
+        return _ladder_of(str(path), read_record(TrialRecord, path))
+    answer = read_record(BenchAnswer, path)
+    return OwnLadder(stages=_of_one_axis(str(path), answer.stages), fence=answer.fence, trial=None)
+
+
+def _is_trial(data: Mapping[str, object]) -> bool:
+    return {"role", "outcome", "config"} <= data.keys()
 
 
 def run_ladder(path: Path, trial: int | None) -> OwnLadder:
@@ -40,11 +89,14 @@ def run_ladder(path: Path, trial: int | None) -> OwnLadder:
     measured = {t.number: t for t in store.trials() if t.outcome.outcome == "measured"}
     if trial is None and store.has_answer():
         trial = store.recommendation().knee_trial
-    chosen = measured[_only(str(path), trial, measured)]
-    if chosen.outcome.outcome != "measured":
-        raise InputError(f"{path}: trial {trial} has no ladder")
-    stages = tuple(_of_record(str(path), stage) for stage in chosen.outcome.stages if stage.kind.value in _KINDS)
-    return OwnLadder(stages=stages, fence=chosen.config.fence, trial=chosen.number)
+    return _ladder_of(str(path), measured[_only(str(path), trial, measured)])
+
+
+def _ladder_of(where: str, trial: TrialRecord) -> OwnLadder:
+    if trial.outcome.outcome != "measured":
+        failed = f"it failed: {trial.outcome.kind.value}: {trial.outcome.detail}"
+        raise InputError(f"{where}: trial {trial.number} has no ladder, {failed}")
+    return OwnLadder(stages=_of_one_axis(where, trial.outcome.stages), fence=trial.config.fence, trial=trial.number)
 
 
 def table_ladder(path: Path, trial: int | None) -> OwnLadder:
@@ -84,12 +136,26 @@ def trial_ladder(path: Path, lines: Sequence[object]) -> OwnLadder:
         fault = error.errors()[0]
         place = ".".join(str(part) for part in fault["loc"])
         raise InputError(f"{path}: not stages of this version: {place}: {fault['msg']}") from None
-    stages = tuple(_of_record(str(path), record) for record in records if record.kind.value in _KINDS)
-    return OwnLadder(stages=stages, fence=None, trial=None)
+    return OwnLadder(stages=_of_one_axis(str(path), records), fence=None, trial=None)
+
+
+def _of_one_axis(where: str, records: Sequence[StageRecord]) -> tuple[ElsewhereStage, ...]:
+    """The stages of the ladder of users; where there is none, those under a rate.
+
+    Raises:
+        InputError: where there is neither.
+    """
+    climbed = [record for record in records if record.kind.value in _KINDS]
+    stages = climbed or [record for record in records if record.kind is StageKind.RATE]
+    if not stages:
+        raise InputError(f"{where}: no stage of a ladder was measured there")
+    return tuple(_of_record(where, record) for record in stages)
 
 
 def _only(where: str, asked: int | None, trials: Mapping[int, object] | Sequence[int]) -> int:
     numbers = ", ".join(str(number) for number in trials)
+    if not trials:
+        raise InputError(f"{where}: no trial has measured a ladder yet")
     if asked is None and len(trials) == 1:
         return next(iter(trials))
     if asked is None:
@@ -104,10 +170,12 @@ def _of_record(where: str, stage: StageRecord) -> ElsewhereStage:
     known = throughput.low is not None and throughput.high is not None
     return ElsewhereStage(
         source=f"{where}: stage {stage.index}",
-        axis=Axis.CONCURRENCY,
+        axis=Axis.REQUEST_RATE if stage.loop == "open" else Axis.CONCURRENCY,
         load=float(stage.load),
         output_throughput=throughput.value,
         output_throughput_half_width=((throughput.high or 0) - (throughput.low or 0)) / 2 if known else None,
+        request_throughput_rps=stage.request_throughput_rps if stage.loop == "open" else None,
+        mean_in_flight=stage.mean_in_flight if stage.loop == "open" else None,
         ttft_p95_ms=stage.ttft_p95_ms.value if stage.ttft_p95_ms.has_interval else None,
         itl_p95_ms=stage.itl_p95_ms.value if stage.itl_p95_ms.has_interval else None,
         e2e_p95_ms=stage.e2e_p95_ms.value if stage.e2e_p95_ms.has_interval else None,

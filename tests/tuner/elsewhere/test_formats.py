@@ -75,6 +75,23 @@ def test_vllm_sweep_folder_is_read_from_its_summary(tmp_path: Path) -> None:
     assert ladder.stages[0].ttft_p95_ms == 20
 
 
+def test_a_folder_of_vllm_results_is_one_ladder(tmp_path: Path) -> None:
+    """`--result-dir` is enough; what the benchmark writes for a dashboard beside a result is not taken for one."""
+    _written(tmp_path, map(samples.vllm, samples.CONCURRENCIES))
+    (tmp_path / "r0.pytorch.json").write_text("[]")
+
+    assert [each.load for each in read_ladder([tmp_path]).stages] == list(samples.CONCURRENCIES)
+    (tmp_path / "config.json").write_text('{"architectures": []}')
+    with pytest.raises(InputError, match=r"config\.json: its keys \(architectures …\) are of no format"):
+        read_ladder([tmp_path])
+
+
+def test_a_folder_without_results_says_what_would_do(tmp_path: Path) -> None:
+    """A wrong folder is told, with all that would be read."""
+    with pytest.raises(InputError, match=r"no results found in this folder.*kneetune bench.*vllm bench serve"):
+        read_ladder([tmp_path])
+
+
 def test_an_unlimited_rate_is_never_a_point(tmp_path: Path) -> None:
     """A burst that drains does not bend the curve, whichever tool sent it: it is left out aloud."""
     burst = samples.guidellm_benchmark({"type_": "throughput", "max_concurrency": 512}, 90)
