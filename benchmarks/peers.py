@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import uvloop
 from checkpoints import MAX_MODEL_LEN
 
-from tuner.engines.process import RunningEngine, free_port, launched
+from tuner.engines.process import RunningEngine, free_port, launched, wait_until_ready
 from tuner.load.client import read_completion, request_bytes
 from tuner.load.connection import Connection, Endpoint, Exchange, connect
 from tuner.load.prompts import PromptRequest
@@ -196,7 +196,8 @@ def _server(name: str, said: str, command: list[str], environment: dict[str, str
     port = free_port()
     work.mkdir()
     arguments = [*command, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
-    with launched(arguments, port=port, environment=environment, directory=work, timeout_s=_START_TIMEOUT_S) as engine:
+    with launched(arguments, port=port, environment=environment, directory=work) as engine:
+        list(wait_until_ready(engine, timeout_s=_START_TIMEOUT_S))
         yield HttpPeer(name, said, engine)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from tuner.frozen import Record
 from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
 from tuner.parameters import SearchedValues
+from tuner.redaction import redacted
 from tuner.space import SamplerName, SearchSpace, broken_condition, broken_rule, combinations, load_space
 
 _YAML = (".yaml", ".yml")
@@ -40,6 +42,13 @@ class EngineSpec(Record):
     """Which engine to launch, and what about it stays the same."""
 
     name: Literal["builtin"] = "builtin"
+    command: tuple[str, ...] = ()
+    """What starts it, as a list of arguments and never by a shell, such as [/opt/vllm/bin/vllm]; empty takes the
+    engine's own name from PATH."""
+
+    environment: Mapping[str, str] = {}
+    """Variables that its processes get besides those of this process. Secrets stay out of a job: they are inherited."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the engine computes on; `auto` takes a GPU where there is one."""
 
@@ -61,6 +70,17 @@ class EngineSpec(Record):
     def described(self) -> str:
         """Its name, and where nothing real is measured that it is so."""
         return self.name if self.law is None else f"{self.name}, simulated: {self.law}"
+
+    @field_validator("environment")
+    @classmethod
+    def _no_secrets(cls, environment: Mapping[str, str]) -> Mapping[str, str]:
+        for name, value in environment.items():
+            if redacted(name, value) != value:
+                raise ValueError(
+                    f"{name} is a secret, and a job is kept in its run's directory: set it where kneetune is started, "
+                    "the engine inherits it"
+                )
+        return environment
 
     @field_validator("law")
     @classmethod

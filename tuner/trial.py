@@ -24,7 +24,7 @@ from tuner.engines.device_return import (
     wait_for_free,
     write_reading,
 )
-from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched
+from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched, wait_until_ready
 from tuner.engines.registry import adapter_of
 from tuner.frozen import Record
 from tuner.gpus import VARIABLE
@@ -170,7 +170,7 @@ def _attempted(
     start_s = 0.0
     try:
         with _launched(spec, environment, on_gpu=on_gpu) as engine:
-            start_s = engine.start_s
+            start_s = yield from _come_up(spec, engine)
             ours = _recognised(spec, engine)
             if isinstance(ours, Failed):
                 return _Attempt(ours, start_s, came_up=True)
@@ -237,6 +237,20 @@ def served_model_name(spec: TrialSpec) -> str:
     return f"{spec.job.name}-trial-{spec.number:04d}-{os.getpid()}"
 
 
+def _come_up(spec: TrialSpec, engine: RunningEngine) -> Generator[TrialNote, None, float]:
+    """Wait until the engine is ready; notes say how far it has come. Returns how long it took, in seconds."""
+    adapter, told = _adapter(spec), None
+    starting = wait_until_ready(engine, timeout_s=spec.job.engine.start_timeout)
+    while True:
+        try:
+            reached = adapter.progress(next(starting))
+        except StopIteration as ready:
+            return float(ready.value)
+        if reached not in (None, told):
+            told = reached
+            yield TrialNote(text=f"trial {spec.number}: {adapter.name} {reached}")
+
+
 def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> AbstractContextManager[RunningEngine]:
     port, engine = free_port(), spec.job.engine
     if on_gpu:
@@ -248,7 +262,6 @@ def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> 
         port=port,
         environment=adapter.environment(environment, model, engine),
         directory=spec.directory,
-        timeout_s=engine.start_timeout,
         exit_grace_s=adapter.exit_grace_s,
     )
 

@@ -19,8 +19,8 @@ from tuner.measure.memory import EngineMemory
 from tuner.parameters import SearchedValues
 from tuner.records import EngineFacts, Failed, FailureKind
 
-DEVICE_KEYS = ("device_memory", "cpus", "law")
-"""Keys of a job's engine that set a device aside; each is for the engines that have it."""
+OWN_KEYS = ("command", "environment", "device_memory", "cpus", "law")
+"""Keys of a job's engine that not every engine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class EngineAdapter(Protocol):
         """
 
     @property
-    def device_keys(self) -> frozenset[str]:
-        """Which of `DEVICE_KEYS` a job may set."""
+    def own_keys(self) -> frozenset[str]:
+        """Which of `OWN_KEYS` a job may set."""
 
     @property
     def exit_grace_s(self) -> float:
@@ -95,6 +95,9 @@ class EngineAdapter(Protocol):
         Args:
             inherited: this process's, with the GPUs of the launch and without Ray's own part.
         """
+
+    def progress(self, line: str) -> str | None:
+        """How far a start has come, in a few words after its name, by a line of its log; None where it says nothing."""
 
     def read(self, base_url: str, *, log: Path) -> Reading:
         """Ask a server that answers who it is and which values are in force.
@@ -168,8 +171,8 @@ def check_job(adapter: EngineAdapter, job: TuningJob) -> None:
 
 def _not_for(adapter: EngineAdapter, job: TuningJob) -> Iterator[str]:
     engine = job.engine
-    for key in DEVICE_KEYS:
-        if getattr(engine, key) is not None and key not in adapter.device_keys:
+    for key in OWN_KEYS:
+        if getattr(engine, key) and key not in adapter.own_keys:
             yield f"engine.{key}"
     for name in job.search_space.searched:
         # Three are always there; one with a single choice is left to the engine.

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tuner.engine_config import EngineConfig, Setting
-from tuner.engines.adapter import DEVICE_KEYS, Installed, Reading, asked
+from tuner.engines.adapter import Installed, Reading, asked
 from tuner.engines.device_return import NotFree
 from tuner.engines.family import TERM_GRACE_S
 from tuner.engines.memory_failures import memory_failure
@@ -45,7 +45,7 @@ class BuiltinEngine:
         }
     )
     not_applicable: frozenset[str] = frozenset()
-    device_keys: frozenset[str] = frozenset(DEVICE_KEYS)
+    own_keys: frozenset[str] = frozenset({"device_memory", "cpus", "law"})
     exit_grace_s: float = TERM_GRACE_S
 
     def installed(self, job: TuningJob) -> Installed:
@@ -75,6 +75,11 @@ class BuiltinEngine:
         """Ours as it is: the engine is told all by its arguments."""
         del model, spec
         return dict(inherited)
+
+    def progress(self, line: str) -> str | None:
+        """It is up in seconds: nothing is told meanwhile."""
+        del line
+        return None
 
     def read(self, base_url: str, *, log: Path) -> Reading:
         """Ask a server who it is and which values are in force, by `/v1/models` and `/metrics`.

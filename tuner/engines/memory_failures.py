@@ -49,7 +49,7 @@ def memory_failure(log: str, *, was_ready: bool) -> Failed | None:
             may have survived such an error.
         was_ready: whether it had answered before.
     """
-    lines = list(_lines(log))
+    lines = list(log_lines(log))
     for kind, pattern in _DECISIVE:
         for line in lines:
             if pattern.search(line):
@@ -68,7 +68,7 @@ def _phase(*, is_capturing: bool, was_ready: bool) -> FailureKind:
     return FailureKind.OOM_GRAPH_CAPTURE if is_capturing else FailureKind.OOM_STARTUP
 
 
-def _lines(log: str) -> Iterator[str]:
+def log_lines(log: str) -> Iterator[str]:
     """The lines a person sees; a progress bar redraws its own with a carriage return."""
     for line in log.replace("\r", "\n").split("\n"):
         yield _NOT_TEXT.sub("", line).strip()[:_LONGEST_LINE]

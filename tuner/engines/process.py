@@ -13,14 +13,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from tuner.engines import child
 from tuner.engines.family import MARK, TERM_GRACE_S, Launch, end, leader, living, new_mark, write_launch
+from tuner.redaction import redacted
 
 EXIT_S = 2.0
 """Between a process's death and its exit code, at the most. Unit: seconds."""
@@ -31,11 +32,9 @@ POLL_S = 0.05
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """What is on this machine is never asked for through a proxy, whatever the environment says."""
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY|APIKEY|AUTH", re.IGNORECASE)
 _RECORDED = re.compile(
     r"(CUDA|NVIDIA|NCCL|VLLM|HF|HUGGINGFACE|TRANSFORMERS|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|KMP|GOMP|LD)_|PYTHON"
 )
-_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 class EngineStartError(RuntimeError):
@@ -47,22 +46,30 @@ class EngineStartError(RuntimeError):
         self.timed_out = timed_out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningEngine:
-    """A process we started, healthy."""
+    """A process we started, on its way up or up."""
 
     launch: Launch
     base_url: str
     log_path: Path
-    start_s: float
-    """From the launch to the first healthy answer."""
-
-    exit_code: Callable[[], int | None]
-    """Its exit code once it has ended (minus the signal that killed it); None where it does not end."""
+    process: subprocess.Popen[bytes]
+    begun_s: float
+    members: list[psutil.Process] = field(default_factory=list)
+    """Every process of it, as seen when it was ready: a first process that died since cannot name its children."""
 
     def is_alive(self) -> bool:
         """Whether this very process still runs."""
         return leader(self.launch) is not None
+
+    def exit_code(self) -> int | None:
+        """Its exit code once it has ended (minus the signal that killed it); None where it does not end.
+
+        One that was killed reads as dead before all its threads are gone, and its code is known.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(EXIT_S)
+        return None
 
 
 def how_it_ended(exit_code: int | None) -> str:
@@ -100,39 +107,28 @@ def read_url(url: str, *, timeout_s: float) -> bytes:
 
 def recorded_environment(environment: dict[str, str]) -> dict[str, str]:
     """The variables worth keeping beside a trial, with anything that looks like a secret blanked."""
-    return {
-        name: "<redacted>" if _SECRET.search(name) else _CREDENTIALS_IN_URL.sub("<redacted>@", value)
-        for name, value in sorted(environment.items())
-        if _RECORDED.match(name)
-    }
+    return {name: redacted(name, value) for name, value in sorted(environment.items()) if _RECORDED.match(name)}
 
 
 @contextlib.contextmanager
 def launched(
-    command: list[str],
-    *,
-    port: int,
-    environment: dict[str, str],
-    directory: Path,
-    timeout_s: float,
-    exit_grace_s: float = TERM_GRACE_S,
+    command: list[str], *, port: int, environment: dict[str, str], directory: Path, exit_grace_s: float = TERM_GRACE_S
 ) -> Iterator[RunningEngine]:
-    """Start `command`, wait until its /health answers 200, and see to it that nothing is left of it afterwards.
+    """Start `command`, and see to it that nothing is left of it afterwards.
 
     Its output goes to `directory/engine.log`; its command, environment and identity are recorded beside it.
 
     Args:
-        timeout_s: what it gets to become healthy.
         exit_grace_s: what it gets to end by itself.
-
-    Raises:
-        EngineStartError: if it dies first, or is not healthy after `timeout_s`.
     """
     log_path = directory / "engine.log"
+    if log_path.exists():
+        # A trial that goes on after its run was cut off: why this launch ends stands in this launch's own log.
+        log_path.replace(directory / "engine.earlier.log")
     (directory / "command.json").write_text(json.dumps(command, indent=1), encoding="utf-8")
     (directory / "env.json").write_text(json.dumps(recorded_environment(environment), indent=1), encoding="utf-8")
-    begun, mark = time.perf_counter(), new_mark()
-    with log_path.open("ab") as log:
+    begun_s, mark = time.perf_counter(), new_mark()
+    with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-I", child.__file__, str(os.getpid()), "--", *command],
             stdin=subprocess.DEVNULL,
@@ -141,40 +137,44 @@ def launched(
             env=environment | {MARK: mark},
             start_new_session=True,
         )
-    launch = Launch(pid=process.pid, create_time=psutil.Process(process.pid).create_time(), mark=mark)
-    members: list[psutil.Process] = []
+    engine = RunningEngine(
+        launch=Launch(pid=process.pid, create_time=psutil.Process(process.pid).create_time(), mark=mark),
+        base_url=f"http://127.0.0.1:{port}",
+        log_path=log_path,
+        process=process,
+        begun_s=begun_s,
+    )
     try:
-        write_launch(directory, launch)
-        base_url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(process, f"{base_url}/health", timeout_s=timeout_s)
-        start_s = time.perf_counter() - begun
-        members = living(launch)
-        yield RunningEngine(launch, base_url, log_path, start_s, lambda: _exit_code(process))
+        write_launch(directory, engine.launch)
+        yield engine
     finally:
-        # Those seen when it was healthy are told: a first process that died since can no longer name its children.
-        end(launch, members, grace_s=exit_grace_s)
+        end(engine.launch, engine.members, grace_s=exit_grace_s)
         process.wait()
 
 
-def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """How a process ended. One that was killed reads as dead before all its threads are gone, and its code is known."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(EXIT_S)
-    return None
+def wait_until_ready(engine: RunningEngine, *, timeout_s: float) -> Generator[str, None, float]:
+    """Wait until the engine's /health answers 200; yields what it writes meanwhile, line by line.
 
+    Returns:
+        How long it took from the launch. Unit: seconds.
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, *, timeout_s: float) -> None:
-    deadline = time.perf_counter() + timeout_s
-    while time.perf_counter() < deadline:
-        exit_code = process.poll()
-        if exit_code is not None:
-            raise EngineStartError(
-                f"the engine ended with exit code {exit_code} before it was ready", exit_code=exit_code
-            )
-        with contextlib.suppress(OSError):
-            read_url(url, timeout_s=1.0)
-            return
-        time.sleep(POLL_S)
+    Raises:
+        EngineStartError: if it dies first, or is not healthy `timeout_s` after its launch.
+    """
+    with engine.log_path.open(encoding="utf-8", errors="replace") as log:
+        while time.perf_counter() < engine.begun_s + timeout_s:
+            exit_code = engine.process.poll()
+            yield from log
+            if exit_code is not None:
+                raise EngineStartError(
+                    f"the engine ended with exit code {exit_code} before it was ready", exit_code=exit_code
+                )
+            with contextlib.suppress(OSError):
+                read_url(f"{engine.base_url}/health", timeout_s=1.0)
+                start_s = time.perf_counter() - engine.begun_s
+                engine.members.extend(living(engine.launch))
+                return start_s
+            time.sleep(POLL_S)
     raise EngineStartError(
         f"the engine was not ready after {timeout_s:g} s (engine.start_timeout)", exit_code=None, timed_out=True
     )

@@ -21,7 +21,7 @@ PLAIN = replace(
     name="plain",
     settable=frozenset({"max_num_seqs", "max_model_len"}),
     not_applicable=frozenset({"num_preemptions", "kv_cache_usage_peak", "max_model_len"}),
-    device_keys=frozenset(),
+    own_keys=frozenset(),
 )
 """An engine that can be told little and tells less."""
 
@@ -43,6 +43,24 @@ def test_what_an_engine_cannot_be_told_is_an_error_before_anything_is_launched(
     check_job(BUILTIN, job)
     with pytest.raises(InputError, match=f"the engine plain cannot be told .*{told}"):
         check_job(PLAIN, job)
+
+
+def test_an_engine_that_comes_with_the_tuner_is_started_by_no_other_command() -> None:
+    """A command that is silently ignored would have a user measure an engine that is not theirs."""
+    job = load_job(
+        "embedded", {"engine": {"command": ["/opt/other/bin/serve"], "environment": {"OMP_NUM_THREADS": "2"}}}
+    )
+    with pytest.raises(InputError, match="the engine builtin cannot be told engine"):
+        check_job(BUILTIN, job)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("HF_TOKEN", "hf_x"), ("HTTPS_PROXY", "http://user:pass@proxy:1"), ("VLLM_API_KEY", "k")]
+)
+def test_a_job_keeps_no_secrets(name: str, value: str) -> None:
+    """A job is written into its run's directory, which may be shown to anyone."""
+    with pytest.raises(InputError, match=f"{name} is a secret"):
+        load_job("embedded", {"engine": {"environment": {name: value}}})
 
 
 def test_what_cannot_be_read_back_is_not_held_against_the_server() -> None:

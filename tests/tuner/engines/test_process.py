@@ -8,12 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tuner.engines.process import EngineStartError, free_port, launched, recorded_environment
+from tuner.engines.process import (
+    EngineStartError,
+    RunningEngine,
+    free_port,
+    launched,
+    recorded_environment,
+    wait_until_ready,
+)
 
 HEALTHY = """
 import http.server, sys
@@ -38,15 +47,17 @@ print(child.pid, flush=True)
 )
 
 
-def _launch(script: str, directory: Path, *, timeout_s: float = 20.0):  # type: ignore[no-untyped-def]
+@contextmanager
+def _launch(
+    script: str, directory: Path, *, timeout_s: float = 20.0, exit_grace_s: float = 10.0
+) -> Iterator[RunningEngine]:
     port = free_port()
-    return launched(
-        [sys.executable, "-c", script, str(port)],
-        port=port,
-        environment=dict(os.environ),
-        directory=directory,
-        timeout_s=timeout_s,
-    )
+    command = [sys.executable, "-c", script, str(port)]
+    with launched(
+        command, port=port, environment=dict(os.environ), directory=directory, exit_grace_s=exit_grace_s
+    ) as engine:
+        list(wait_until_ready(engine, timeout_s=timeout_s))
+        yield engine
 
 
 def _gone(pid: int, *, within_s: float = 15.0) -> bool:
@@ -65,16 +76,14 @@ def test_a_healthy_engine_runs_inside_the_block_and_is_gone_after_it(tmp_path: P
     """A trial owns its engine exactly as long as it measures."""
     with _launch(HEALTHY, tmp_path) as engine:
         assert engine.is_alive()
-        assert engine.start_s > 0
     assert not engine.is_alive()
     assert {"engine.log", "command.json", "env.json", "process.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
 def test_a_child_that_ignores_sigterm_in_a_session_of_its_own_is_gone_too(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """No worker of an engine keeps a device after its trial, however it hides."""
-    monkeypatch.setattr("tuner.engines.family.TERM_GRACE_S", 0.5)
     monkeypatch.setattr("tuner.engines.family.ORPHAN_GRACE_S", 0.5)
-    with _launch(STUBBORN, tmp_path) as engine:
+    with _launch(STUBBORN, tmp_path, exit_grace_s=0.5) as engine:
         child = int((tmp_path / "engine.log").read_text().split()[0])
         assert psutil.pid_exists(child)
     assert not engine.is_alive()
@@ -100,6 +109,17 @@ def test_an_engine_that_dies_is_noticed_at_once_with_its_exit_code(tmp_path: Pat
         pass
     assert caught.value.exit_code == 7
     assert not caught.value.timed_out
+
+
+def test_what_a_starting_engine_writes_is_heard_while_it_starts(tmp_path: Path) -> None:
+    """A start of minutes shows how far it has come."""
+    port = free_port()
+    script = "print('loads the model', flush=True)" + HEALTHY
+    command = [sys.executable, "-c", script, str(port)]
+    with launched(command, port=port, environment=dict(os.environ), directory=tmp_path) as engine:
+        starting = wait_until_ready(engine, timeout_s=20.0)
+        assert next(starting) == "loads the model\n"
+        assert list(starting) == []
 
 
 def test_an_engine_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
@@ -137,11 +157,11 @@ def test_an_engine_dies_with_the_process_that_launched_it(tmp_path: Path) -> Non
     launcher = f"""
 import os, sys, time
 from pathlib import Path
-from tuner.engines.process import free_port, launched
+from tuner.engines.process import free_port, launched, wait_until_ready
 port = free_port()
 command = [sys.executable, {str(tmp_path / "healthy.py")!r}, str(port)]
-with launched(command, port=port, environment=dict(os.environ), directory=Path({str(tmp_path / "engine")!r}),
-              timeout_s=20) as engine:
+with launched(command, port=port, environment=dict(os.environ), directory=Path({str(tmp_path / "engine")!r})) as engine:
+    list(wait_until_ready(engine, timeout_s=20))
     print(engine.launch.pid, flush=True)
     time.sleep(600)
 """
