@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tuner.analysis.benched import Asked, FenceSource, ceiling_rps, conclude
 from tuner.analysis.rates import RateSearch
+from tuner.answer import Slo
 from tuner.bench_answer import BenchAnswer
 from tuner.climb import POISSON, Climb, climb
 from tuner.elsewhere.stage import Axis
@@ -88,6 +89,13 @@ class BenchOptions(Record):
         if loop == "open" and not self.rates and self.workload.trace is None:
             raise ValueError(f"workload {self.workload.name} has arrivals and no rate: give --rates 1,2,4")
         return self
+
+    @property
+    def slo(self) -> Slo | None:
+        """The limits, where both were given."""
+        if self.slo_ttft_p95 is None or self.slo_itl_p95 is None:
+            return None
+        return Slo(ttft_p95_ms=1000 * self.slo_ttft_p95, itl_p95_ms=1000 * self.slo_itl_p95)
 
     @property
     def at_rates(self) -> tuple[float, ...]:
@@ -205,12 +213,14 @@ def _measured(
 
 
 def _plan(server: Server, options: BenchOptions) -> Plan:
+    slo = options.slo
     if options.at_rates:
-        return FixedSteps(steps=tuple(LadderStep(kind=StageKind.RATE, load=rate) for rate in options.at_rates))
+        steps = tuple(LadderStep(kind=StageKind.RATE, load=rate) for rate in options.at_rates)
+        return FixedSteps(steps=steps, slo=slo)
     if options.loads:
         steps = tuple(LadderStep(kind=StageKind.LADDER, load=load) for load in sorted(set(options.loads)))
-        return FixedSteps(steps=steps)
-    return Ladder(max_num_seqs=_fence(server, options), max_load=options.max_load)
+        return FixedSteps(steps=steps, slo=slo)
+    return Ladder(max_num_seqs=_fence(server, options), max_load=options.max_load, slo=slo)
 
 
 def _task(server: Server, options: BenchOptions, *, first_request_s: float) -> Climb:

@@ -177,6 +177,7 @@ def _rate_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
         max_warm_up_s=max(measure.max_warm_up, WARM_UP_TURNS * _request_s(task, stages)),
         # Its throughput is the rate it was given; how random arrivals scatter around it is no reason to go on.
         target_relative_half_width=math.inf,
+        limits=task.plan.slo,
     )
 
 

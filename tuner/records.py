@@ -216,6 +216,9 @@ class StageRecord(Record):
     num_left_out: int = 0
     """Requests of a trace that were not sent: failed in the original, or longer than the engine's `max_model_len`."""
 
+    mean_held_back: float | None = None
+    """Users that the sender kept from coming back in time from a pause, on average: it does not count as latency."""
+
     loop_lag_p95_ms: Figure
     """How late the sender's own event loop ran."""
 

@@ -296,11 +296,12 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def start(
-        self, payload: bytes, *, intended_s: float, on_end: Callable[[Exchange], None] = ignore_end
+        self, payload: bytes, *, intended_s: float | None, on_end: Callable[[Exchange], None] = ignore_end
     ) -> tuple[Exchange, asyncio.Future[None]]:
         """Send a request at once; the future resolves when the exchange has ended, well or badly.
 
         Args:
+            intended_s: by `perf_counter`; None: when it is sent.
             on_end: called the moment it has ended, before the event loop sees to any other socket.
 
         Raises:
@@ -312,7 +313,8 @@ class Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._on_end = on_end
         self._write(self._transport, payload)
-        self._exchange = Exchange(intended_s=intended_s, sent_s=perf_counter())
+        sent_s = perf_counter()
+        self._exchange = Exchange(intended_s=sent_s if intended_s is None else intended_s, sent_s=sent_s)
         return self._exchange, self._done
 
     def _write(self, transport: asyncio.WriteTransport, payload: bytes) -> None:

@@ -97,7 +97,7 @@ class ClosedLoop:
     def _next_draft(self) -> Draft:
         return self._drafts.popleft() if self._drafts else self._new_draft()
 
-    def _send(self, user: int, draft: Draft, intended_s: float) -> None:
+    def _send(self, user: int, draft: Draft, intended_s: float | None) -> None:
         self._sender.send(draft, intended_s=intended_s, on_end=partial(self._ended, user))
         self._has_paperwork.set()
 
@@ -113,12 +113,11 @@ class ClosedLoop:
         else:
             self._send(user, self._next_draft(), exchange.ended_s)
 
-    async def _go_on(self, user: int, draft: Draft, exchange: Exchange, intended_s: float) -> None:
+    async def _go_on(self, user: int, draft: Draft, exchange: Exchange, due_s: float) -> None:
         """Read the answer where the next turn repeats it, think, and send."""
         following = self._sender.next_draft(draft, exchange)
-        intended_s += following.request.think_s if following else 0.0
-        await asyncio.sleep(max(0.0, intended_s - perf_counter()))
-        self._send(user, following or self._next_draft(), intended_s)
+        await self._sender.think_until(due_s + (following.request.think_s if following else 0.0))
+        self._send(user, following or self._next_draft(), None)
 
     async def _come_back(self, user: int, exchange: Exchange) -> None:
         """After a failure or a refusal: wait as long as the server asked, within bounds, and begin anew."""

@@ -51,6 +51,9 @@ class LoadLog:
     loop_lags: list[tuple[float, float]] = field(default_factory=list)
     """(time, how late the event loop woke a sleeper)."""
 
+    late_returns: list[tuple[float, float]] = field(default_factory=list)
+    """(time, how late a user came back from a pause by the generator's own doing)."""
+
     cpu_times_s: list[tuple[float, float]] = field(default_factory=list)
     """(time, CPU time that the event loop's thread has used so far)."""
 
@@ -88,6 +91,10 @@ class LoadLog:
         """Stream events a second over a window."""
         count = bisect_left(self.event_times_s, end_s) - bisect_left(self.event_times_s, start_s)
         return count / (end_s - start_s)
+
+    def mean_held_back(self, start_s: float, end_s: float) -> float:
+        """Time average of the users whose pause was over and who were not let send yet (Little's law)."""
+        return sum(late_s for at_s, late_s in self.late_returns if start_s <= at_s < end_s) / (end_s - start_s)
 
     def mean_in_flight(self, start_s: float, end_s: float) -> float:
         """Time average of requests in flight over a window, by integration."""

@@ -1,7 +1,8 @@
 """An open loop: requests leave when their time has come, whatever the server does; and a batch, all at once.
 
 What a send needs is made ready before: the bytes, and a connection. Between two sends the loop makes more of both and
-reads what has ended, a little at a time. Latencies count from the intended time, so a late send is not hidden.
+reads what has ended, a little at a time. Latencies count from the intended time, so a late send is not hidden; a later
+turn of a conversation has none: it follows a person's pause.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class OpenLoop:
             else:
                 await asyncio.sleep(0)
 
-    def _send(self, draft: Draft, due_s: float) -> None:
+    def _send(self, draft: Draft, due_s: float | None) -> None:
         self._num_open += 1
         self._sender.send(draft, intended_s=due_s, on_end=self._ended)
 
@@ -136,9 +137,8 @@ class OpenLoop:
         """Read the answer, think, and send the next turn, if one can follow."""
         following = self._sender.next_draft(draft, exchange)
         if following is not None:
-            due_s = ended_s + following.request.think_s
-            await asyncio.sleep(max(0.0, due_s - perf_counter()))
-            self._send(following, due_s)
+            await self._sender.think_until(ended_s + following.request.think_s)
+            self._send(following, None)
         self._num_open -= 1
 
     async def _keep_connected(self) -> None:

@@ -117,11 +117,16 @@ class Sender:
             connection.abort()
         return None
 
-    def send(self, draft: Draft, *, intended_s: float, on_end: OnEnd) -> None:
+    async def think_until(self, due_s: float) -> None:
+        """Wait for the end of a user's pause, and note how late that was: no latency of the request that follows."""
+        await asyncio.sleep(max(0.0, due_s - perf_counter()))
+        self.log.late_returns.append((self.log.now_s(), perf_counter() - due_s))
+
+    def send(self, draft: Draft, *, intended_s: float | None, on_end: OnEnd) -> None:
         """Write the request now, or as soon as there is a connection for it.
 
         Args:
-            intended_s: by `perf_counter`.
+            intended_s: by `perf_counter`; None: when it is written.
         """
         connection = self._take_idle()
         if connection is None:
@@ -129,17 +134,18 @@ class Sender:
         else:
             self._launch(draft, connection, intended_s, on_end)
 
-    async def _connect_and_send(self, draft: Draft, intended_s: float, on_end: OnEnd) -> None:
+    async def _connect_and_send(self, draft: Draft, intended_s: float | None, on_end: OnEnd) -> None:
         connection = await self._try_connect()
         if not isinstance(connection, str):
             self._launch(draft, connection, intended_s, on_end)
             return
         now_s = perf_counter()
-        failed = Exchange(intended_s=intended_s, sent_s=now_s, ended_s=now_s, fault=connection)
+        due_s = now_s if intended_s is None else intended_s
+        failed = Exchange(intended_s=due_s, sent_s=now_s, ended_s=now_s, fault=connection)
         self._unread.append((draft.request, failed))
         on_end(draft, failed)
 
-    def _launch(self, draft: Draft, connection: Connection, intended_s: float, on_end: OnEnd) -> None:
+    def _launch(self, draft: Draft, connection: Connection, intended_s: float | None, on_end: OnEnd) -> None:
         exchange, _ = connection.start(
             draft.payload, intended_s=intended_s, on_end=partial(self._land, draft.request.index, on_end)
         )

@@ -42,7 +42,8 @@ class StageSpec:
 
     limits: Slo | None = None
     """What the stage may be judged by: while a p95's interval holds its limit, more samples are what the answer lacks,
-    and the stage goes on, however precise its throughput."""
+    and users are let go on, however precise their throughput. It also tells which lateness of the sender's own cannot
+    matter."""
 
     stall_s: float = 60.0
     """No token for so long while requests are in flight, and by its own counters the engine did nothing: stalled."""

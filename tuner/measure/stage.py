@@ -213,7 +213,8 @@ class _Watch:
 
     def _is_judgement_open(self, settled: Sequence[RequestRecord], window: Window) -> bool:
         limits = self._spec.limits
-        if limits is None:
+        # A rate is given as long as its requests need, and is tried again where that was not enough.
+        if limits is None or self._spec.workload.loop == "open":
             return False
         ttft_ms = latency.percentile([1e3 * latency.ttft_s(record) for record in settled], 0.95)
         itl_ms = latency.scaled(latency.itl_percentile(settled, window, 0.95), 1e3)

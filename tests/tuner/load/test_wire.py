@@ -28,6 +28,13 @@ def prompts(**more: Any) -> Iterator[Conversation]:
     )
 
 
+async def at_least(count: int, loop: ClosedLoop) -> None:
+    """Wait for so many requests to have ended."""
+    async with asyncio.timeout(20):
+        while len(loop.log.records) < count:  # noqa: ASYNC110 - what is waited for has no event to set
+            await asyncio.sleep(0.005)
+
+
 async def first_record(behaviour: Behaviour, **more: Any) -> RequestRecord:
     """What one user's first request became."""
     async with running_stub(behaviour) as stub:
@@ -122,6 +129,23 @@ async def test_a_refusal_is_waited_out_as_long_as_it_asks() -> None:
                 await asyncio.sleep(0.005)
         assert stub.arrivals_s[1] - stub.arrivals_s[0] >= 0.99
     assert [record.rejected for record in generator.log.records[:2]] == [True, False]
+
+
+async def test_a_thought_that_took_too_long_is_no_latency_and_is_told() -> None:
+    """Timers are whole milliseconds: on a fast engine their lateness would be a good part of every TTFT."""
+    async with (
+        running_stub(Behaviour()) as stub,
+        ClosedLoop(endpoint=stub.endpoint, model="m", load=2, prompts=prompts(), think_times_s=repeat(0.05)) as loop,
+    ):
+        await at_least(2, loop)
+        until_s = loop.log.now_s() + 0.3
+        while loop.log.now_s() < until_s:
+            pass  # nothing of this process runs, as on a machine that is busy
+        await at_least(8, loop)
+    later = [record for record in loop.log.records if record.intended_s > 0]
+    assert all(record.sent_s == record.intended_s for record in later)
+    assert max(late_s for _, late_s in loop.log.late_returns) > 0.1
+    assert loop.log.mean_held_back(0.0, loop.log.now_s()) > 0
 
 
 async def test_a_user_thinks_before_it_sends_and_the_thought_is_no_latency() -> None:

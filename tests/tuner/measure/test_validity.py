@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from tuner.answer import Slo
 from tuner.measure.validity import Evidence, invalid_reasons
+
+LIMITS = Slo(ttft_p95_ms=500.0, itl_p95_ms=500.0)
 
 SOUND = Evidence(
     load=8,
@@ -40,6 +43,8 @@ SOUND = Evidence(
     mean_e2e_s=0.8,
     engine_in_flight=8.3,
     send_slip_p95_ms=0.3,
+    mean_held_back=0.0,
+    limits=None,
     loop_lag_p95_ms=1.0,
     client_cpu_share=0.12,
     client_events_per_s=1400.0,
@@ -75,7 +80,11 @@ def test_a_sound_stage_is_valid() -> None:
         ({"send_slip_p95_ms": 6.1}, ["client bound", "6.10", "120.0"]),
         ({"loop_lag_p95_ms": 5.5}, ["client bound", "5.5", "5.0"]),
         ({"client_cpu_share": 0.61, "client_events_per_s": 41000.0}, ["client bound", "61%", "41000", "50%"]),
-        ({"ttft_p95_ms": 5.0, "send_slip_p95_ms": 1.1}, ["client bound", "1.10", "5.0"]),
+        ({"ttft_p95_ms": 5.0, "send_slip_p95_ms": 2.1}, ["client bound", "2.10", "5.0", "2.00 ms"]),
+        ({"send_slip_p95_ms": 10.5, "limits": LIMITS}, ["client bound", "10.50", "10.00 ms", "2% of its limit"]),
+        ({"loop_lag_p95_ms": 10.1, "limits": LIMITS}, ["client bound", "10.1", "10.0 ms"]),
+        ({"mean_held_back": 0.5}, ["client bound", "0.5 of 8"]),
+        ({"loop": "open", "load": 4.5, "mean_held_back": 0.5}, ["client bound", "0.5 of 7.99"]),
         ({"num_users_through": 7}, ["not steady", "7 of 8"]),
         ({"trend": True}, ["not steady"]),
         ({"ttft_drifts": True}, ["not steady: TTFT"]),
@@ -109,7 +118,11 @@ def test_each_doubt_is_a_sentence_with_its_figures(change: dict[str, Any], words
         {"num_rejected": 50, "mean_in_flight": 5.0, "engine_in_flight": 5.5},
         {"loop_lag_p95_ms": 15.0, "itl_p50_ms": 80.0},
         {"littles_law_ratio": None},
-        {"ttft_p95_ms": 5.0, "send_slip_p95_ms": 0.9},
+        {"ttft_p95_ms": 5.0, "send_slip_p95_ms": 1.9},
+        {"loop": "open", "ttft_p95_ms": 20.0, "send_slip_p95_ms": 9.5, "limits": LIMITS},
+        {"loop_lag_p95_ms": 9.9, "limits": LIMITS},
+        {"loop_lag_p95_ms": 1e3 * math.nan, "send_slip_p95_ms": math.nan},
+        {"thinks": True, "mean_in_flight": 0.1, "engine_in_flight": 0.1, "mean_held_back": 0.3},
         {"client_cpu_share": 0.49},
         {"client_cpu_share": None},
         {"littles_law_ratio": 0.7, "mean_e2e_s": 5.0},
