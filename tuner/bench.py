@@ -15,6 +15,7 @@ import uvloop
 from pydantic import Field, field_validator, model_validator
 
 from tuner.analysis.benched import Asked, FenceSource, ceiling_rps, conclude
+from tuner.analysis.outage import outage
 from tuner.analysis.rates import RateSearch
 from tuner.answer import Slo
 from tuner.bench_answer import BenchAnswer
@@ -200,7 +201,7 @@ def _measured(
     stages: list[StageRecord] = []
 
     def may_go_on(so_far: Sequence[StageRecord]) -> bool:
-        return goes_on() and answers(so_far)
+        return goes_on() and outage(so_far) is None
 
     for stage in climb(task, target, kept=(), directory=directory, goes_on=may_go_on):
         stages.append(stage)
@@ -235,11 +236,6 @@ def _task(server: Server, options: BenchOptions, *, first_request_s: float) -> C
         caches_prefixes=server.facts.config is None or server.facts.config.enable_prefix_caching,
         rate_rps=1 / max(first_request_s, SHORTEST_REQUEST_S),
     )
-
-
-def answers(stages: Sequence[StageRecord]) -> bool:
-    """Whether the server still answers, as far as the last stage shows."""
-    return not stages or stages[-1].num_completed > 0 or stages[-1].num_failed == 0
 
 
 def _clock(begun_s: float, plan: Plan, stages: Sequence[StageRecord]) -> Clock:

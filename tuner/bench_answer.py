@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tuner.analysis.diagnosis import climbed
+from tuner.analysis.outage import outage
+from tuner.analysis.slo import over_limits
 from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, Slo
 from tuner.elsewhere.stage import Axis
 from tuner.engine_config import EngineConfig
@@ -48,7 +51,7 @@ class BenchAnswer(LadderAnswer):
     """What the ladder says, also where that is no knee."""
 
     because: tuple[str, ...] = ()
-    """Why what binds there is known, or is not: a sentence each."""
+    """Why the server was not measured on, where it went away; why what binds is known, or is not: a sentence each."""
 
     slo: Slo | None
     """As given, or derived; None: neither given nor a valid stage at load 1 to derive it from."""
@@ -88,7 +91,7 @@ def headline(answer: BenchAnswer) -> str:
     """The verdict in one sentence."""
     finding, text = answer.finding, answer.axis.text
     is_open = answer.axis is Axis.REQUEST_RATE
-    climbed = [stage.load for stage in answer.stages if not stage.fenced and (stage.loop == "open") is is_open]
+    loads = [stage.load for stage in answer.stages if not stage.fenced and (stage.loop == "open") is is_open]
     match answer.verdict:
         case AnswerVerdict.RESOLVED:
             between = "" if finding.interval is None else f" ({finding.interval[0]:.3g} to {finding.interval[1]:.3g})"
@@ -96,9 +99,9 @@ def headline(answer: BenchAnswer) -> str:
         case AnswerVerdict.FENCED:
             return f"throughput still rises at the fence of {answer.fence}: a limit of the server, not its knee"
         case AnswerVerdict.NOT_REACHED:
-            return f"no knee up to {text(max(climbed, default=0))}"
+            return f"no knee up to {text(max(loads, default=0))}"
         case AnswerVerdict.ALREADY_SATURATED:
-            return f"saturated from {text(min(climbed, default=0))} on"
+            return f"saturated from {text(min(loads, default=0))} on"
         case AnswerVerdict.TOO_FEW_STAGES:
             return f"too few valid stages to look for a knee: {sum(stage.valid for stage in answer.stages)}"
         case AnswerVerdict.SLO_INFEASIBLE:
@@ -106,7 +109,17 @@ def headline(answer: BenchAnswer) -> str:
 
 
 def next_move(answer: BenchAnswer) -> str:
-    """What to do with the answer."""
+    """What to do with the answer; first of all, where the server went away, to find out why."""
+    gone = outage(answer.stages)
+    if gone is None:
+        return _move(answer)
+    look = f"look at the server's log for why it stopped answering at {gone.where}"
+    if answer.verdict is AnswerVerdict.RESOLVED:
+        return f"{look}; until then, {_move(answer)}"
+    return f"{look}, start it again, and measure once more"
+
+
+def _move(answer: BenchAnswer) -> str:
     if answer.axis is Axis.REQUEST_RATE:
         return _next_rate(answer)
     point = answer.operating_point
@@ -116,16 +129,25 @@ def next_move(answer: BenchAnswer) -> str:
         case AnswerVerdict.RESOLVED | AnswerVerdict.SLO_INFEASIBLE:
             return "loosen the SLO, or measure loads below the knee for longer: --loads, --time"
         case AnswerVerdict.FENCED:
-            stay = (
-                f"stay at {point.load} concurrent requests" if point is not None else "loosen the SLO: no load met it"
-            )
-            return f"start the server with a higher max_num_seqs and measure again, or {stay}"
+            return _at_the_fence(answer)
         case AnswerVerdict.NOT_REACHED:
             return "raise --max-load"
         case AnswerVerdict.ALREADY_SATURATED:
             return "send shorter requests (--workload), or give the server more hardware"
         case AnswerVerdict.TOO_FEW_STAGES:
             return "see above why stages were left out, and give them more time: --time"
+
+
+def _at_the_fence(answer: BenchAnswer) -> str:
+    """More requests at once help only where those that the fence lets in are inside the limits."""
+    point, ladder = answer.operating_point, climbed(answer.stages)
+    over = None if answer.slo is None or not ladder else over_limits(ladder[-1], answer.slo)
+    stay = (
+        "loosen the SLO: no load is known to meet it" if point is None else f"stay at {point.load} concurrent requests"
+    )
+    if over:
+        return f"{stay}: at load {ladder[-1].load}, within the fence, {over} already, so a higher one does not help"
+    return f"start the server with a higher max_num_seqs and measure again, or {stay}"
 
 
 def _next_rate(answer: BenchAnswer) -> str:

@@ -51,3 +51,30 @@ def test_every_verdict_says_what_to_do(verdict: AnswerVerdict) -> None:
     answer = bench_answer(ladder(CHOSEN)).model_copy(update={"verdict": verdict})
     assert headline(answer)
     assert next_move(answer)
+
+
+def test_a_server_that_went_away_is_looked_at_before_anything_else() -> None:
+    """To give it more time sends somebody whose server was killed to wait for it."""
+    dead = {"num_completed": 0, "num_failed": 20, "ended_by": "failures", "valid": False, "first_error": "refused"}
+    stages = ladder(CHOSEN)
+    early = next_move(bench_answer((*stages[:2], stages[2].model_copy(update=dead))))
+    assert "server's log" in early
+    assert f"load {stages[2].load}" in early
+    assert "--time" not in early
+    late = bench_answer((*stages[:-1], stages[-1].model_copy(update=dead)))
+    assert late.verdict is AnswerVerdict.RESOLVED
+    assert "server's log" in next_move(late)
+    assert "max_num_seqs=" in next_move(late)
+
+
+def test_a_fence_is_not_to_be_raised_where_the_limits_are_left_below_it() -> None:
+    """At load 8 of 8 the limits were broken: a higher max_num_seqs costs a restart and changes nothing."""
+    fenced = {"verdict": AnswerVerdict.FENCED, "fence": 64}
+    answer = bench_answer(ladder(CHOSEN)).model_copy(update=fenced)
+    assert answer.slo is not None
+    top = max(stage.load for stage in answer.stages if not stage.fenced)
+    move = next_move(answer)
+    assert f"at load {top}, within the fence, p95" in move
+    assert "does not help" in move
+    wide = answer.slo.model_copy(update={"ttft_p95_ms": 1e6, "itl_p95_ms": 1e6})
+    assert "higher max_num_seqs and measure again" in next_move(answer.model_copy(update={"slo": wide}))

@@ -8,8 +8,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tuner.analysis.cross_checks import SMALL_GAIN_PER_DOUBLING
-from tuner.analysis.diagnosis import FULL_BUDGET, FULL_KV_CACHE, Bend, Finding, bend_of, budget_use, step_budget
-from tuner.answer import Advice, KneeFinding
+from tuner.analysis.diagnosis import (
+    FULL_BUDGET,
+    FULL_KV_CACHE,
+    Bend,
+    Finding,
+    bend_of,
+    budget_use,
+    climbed,
+    step_budget,
+)
+from tuner.analysis.slo import over_limits
+from tuner.answer import Advice, KneeFinding, Slo
 from tuner.engine_config import EngineConfig
 from tuner.memory_model import MemoryModel
 from tuner.records import EngineFacts, StageRecord
@@ -27,6 +37,9 @@ class _Case:
     bend: Bend | None
     config: EngineConfig
     facts: EngineFacts | None
+    over: str
+    """Which limits the highest load within the fence is over, in words; empty: none is known to be."""
+
     evidence: str
     """Why the binding is what it is, in the diagnosis' last words."""
 
@@ -47,14 +60,19 @@ def advise(
     knee: KneeFinding,
     config: EngineConfig,
     facts: EngineFacts | None = None,
+    slo: Slo | None = None,
 ) -> tuple[Advice, ...]:
     """One piece of advice a parameter, in the order in which a person would think of them.
 
     Args:
         finding: what `diagnose` found on the same stages.
+        slo: the limits in force, where there are any: what they rule out does not help.
     """
     evidence = finding.evidence[-1] if finding.evidence else "the stages do not tell what saturates"
-    case = _Case(finding=finding, bend=bend_of(stages, knee), config=config, facts=facts, evidence=evidence)
+    top = climbed(stages)[-1:]
+    over = "" if slo is None or not top else over_limits(top[0], slo)
+    bend = bend_of(stages, knee)
+    case = _Case(finding=finding, bend=bend, config=config, facts=facts, over=over, evidence=evidence)
     return (
         _max_num_seqs(case),
         _max_num_batched_tokens(case),
@@ -67,6 +85,11 @@ def advise(
 
 def _max_num_seqs(case: _Case) -> Advice:
     name, change, bend = "max_num_seqs", "raised", case.bend
+    if case.finding.binding == "fence" and case.over:
+        why = (
+            f"within the fence of {case.config.fence} {case.over} already: the limits are left before the fence is met"
+        )
+        return Advice(parameter=name, change=change, effect="cannot_help", why=why)
     if case.finding.binding == "fence":
         return Advice(parameter=name, change=change, effect="can_help", why=case.evidence)
     if bend is None or bend.past.load == bend.first.load:

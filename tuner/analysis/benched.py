@@ -11,6 +11,7 @@ from tuner.analysis.diagnosis import diagnose
 from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
 from tuner.analysis.knee import find_knee, point_of, points_of
 from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
+from tuner.analysis.outage import outage
 from tuner.analysis.rates import SHORT_STAGES, safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
 from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, Slo
@@ -39,7 +40,8 @@ class Benched:
     stages: tuple[StageRecord, ...]
     finding: KneeFinding
     because: tuple[str, ...]
-    """Why what binds at the knee is known, or is not; empty where the engine config was not told."""
+    """Why the ladder ended early, where the server went away; why what binds at the knee is known, or is not, where
+    the engine config was told."""
 
     slo: Slo | None
     operating_point: OperatingPoint | None
@@ -72,6 +74,8 @@ def conclude(stages: Sequence[StageRecord], asked: Asked) -> Benched:
     if asked.config is not None and closed:
         diagnosed = diagnose(closed, finding, asked.config)
         finding, because = finding.model_copy(update={"binding": diagnosed.binding}), diagnosed.evidence
+    gone = outage(stages)
+    because = because if gone is None else (gone.sentence, *because)
     slo = _slo(closed, asked)
     point = None if slo is None else operating_point(closed, finding, slo, has_headroom=may_keep_headroom)
     warnings = [*finding.warnings, *_fence_warnings(closed, fence, source), *_unknown(stages)]

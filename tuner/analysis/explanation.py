@@ -57,7 +57,7 @@ def diagnosis_of(
     return Diagnosis(
         binding=finding.binding,
         evidence=finding.evidence,
-        advice=advise(finding, outcome.stages, choice.knee, config, outcome.facts),
+        advice=advise(finding, outcome.stages, choice.knee, config, outcome.facts, slo),
         symptoms=symptoms(trials, production, protective, slo, tuned),
     )
 

@@ -143,6 +143,13 @@ def complies(stage: StageRecord, slo: Slo) -> bool:
     return max(violations(stage, slo).values()) <= 0
 
 
+def over_limits(stage: StageRecord, slo: Slo) -> str:
+    """Which p95s are known and over their limit, in words; empty where none is."""
+    tails = (("TTFT", stage.ttft_p95_ms, slo.ttft_p95_ms), ("ITL", stage.itl_p95_ms, slo.itl_p95_ms))
+    over = [(name, p95.value, limit) for name, p95, limit in tails if p95.value > limit]
+    return " and ".join(f"p95 {name} is {value:.3g} of {limit:.3g} ms" for name, value, limit in over)
+
+
 def least_violating_stage(stages: Sequence[StageRecord], slo: Slo) -> StageRecord | None:
     """The valid, unfenced ladder stage whose worse p95 is least over its limit, the higher throughput among equals."""
     ladder = [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in CLIMB_KINDS]

@@ -21,7 +21,7 @@ from tuner.wording import latency, throughput
 
 _WHAT_NOW = {
     LadderVerdict.KNEE: "measure a stage just left of the knee, and run there",
-    LadderVerdict.FENCED: "raise max_num_seqs and measure on; standing at the fence is safe",
+    LadderVerdict.FENCED: "raise max_num_seqs and measure on",
     LadderVerdict.NOT_REACHED: "measure higher loads, each twice the last one",
     LadderVerdict.ALREADY_SATURATED: "measure lower loads",
     LadderVerdict.TOO_FEW_STAGES: "measure more loads: 1, 2, 4, 8 and so on until throughput stops growing",
@@ -171,7 +171,20 @@ def _lines(ladder: ElsewhereLadder, answer: KneeAnswer, finding: KneeFinding, ho
         lines.append(f"others say  {', '.join(checks)}")
     lines += _slo_lines(answer, ladder.axis)
     lines += [f"warning     {warning}" for warning in answer.warnings if warning not in (how, *finding.signals)]
-    return [*lines, f"next        {_WHAT_NOW[finding.verdict]}"]
+    return [*lines, f"next        {_what_now(answer, finding, ladder.axis)}"]
+
+
+def _what_now(answer: KneeAnswer, finding: KneeFinding, axis: Axis) -> str:
+    """What to do; at a fence with an eye on the limits: it is safe to stand at one only inside them."""
+    now, point = _WHAT_NOW[finding.verdict], answer.operating_point
+    if finding.verdict is not LadderVerdict.FENCED:
+        return now
+    stand = "loosen the limits: no stage is known to be inside" if point is None else f"run at {axis.text(point.load)}"
+    if answer.slo_boundary is not None:
+        return f"{stand}; the limits are left before the fence is met, so raising max_num_seqs does not help"
+    if point is None:
+        return f"{now}; whether the fence keeps your limits is not known: --slo-ttft-p95, --slo-itl-p95"
+    return f"{now}; until then {stand}"
 
 
 def _slo_lines(answer: KneeAnswer, axis: Axis) -> list[str]:

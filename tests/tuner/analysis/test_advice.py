@@ -10,7 +10,7 @@ from tests.fakes import records
 from tests.tuner.analysis.steps import BANDWIDTH, COMPUTE, Law
 from tuner.analysis.advice import advise
 from tuner.analysis.diagnosis import diagnose
-from tuner.answer import Advice, KneeFinding, LadderVerdict
+from tuner.answer import Advice, KneeFinding, LadderVerdict, Slo
 from tuner.engine_config import EngineConfig
 from tuner.records import StepFigures
 
@@ -94,3 +94,15 @@ def test_where_the_cause_is_unknown_only_what_the_figures_rule_out_is_said() -> 
     given = _advice(COMPUTE, mean_waiting=None)
     assert given["gpu_memory_utilization"].effect == "cannot_help"
     assert given["tensor_parallel_size"].effect == given["kv_cache_dtype"].effect == "unknown"
+
+
+def test_a_fence_that_the_limits_forbid_already_is_not_raised() -> None:
+    """More requests at once do not help where as many as there are break the SLO."""
+    fenced = KneeFinding(verdict=LadderVerdict.FENCED)
+    ladder, config = COMPUTE.ladder(), records.CHOSEN
+    finding = diagnose(ladder, fenced, config)
+    for limit_ms, effect in ((1e-3, "cannot_help"), (1e6, "can_help")):
+        slo = Slo(ttft_p95_ms=1e6, itl_p95_ms=limit_ms)
+        (first, *_) = advise(finding, ladder, fenced, config, None, slo)
+        assert (first.parameter, first.effect) == ("max_num_seqs", effect)
+    assert "p95 ITL" in advise(finding, ladder, fenced, config, None, Slo(ttft_p95_ms=1e6, itl_p95_ms=1e-3))[0].why

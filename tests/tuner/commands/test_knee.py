@@ -185,3 +185,16 @@ def test_r_moves_the_knee_to_the_cautious_side(kneetune: _Kneetune) -> None:
     _, answer = kneetune.json(*kneetune.vllm(), "--r", "1")
 
     assert answer["knee"]["load"] == 4
+
+
+def test_standing_at_a_fence_is_advised_only_inside_the_limits(kneetune: _Kneetune) -> None:
+    """Where the fence's own load breaks the limits, "it is safe there" would put users past them."""
+    rows = "\n".join(f"{load},{100 * load},{20 * load}" for load in (1, 2, 3, 4, 6, 8))
+    results = kneetune.csv(f"concurrency,output_throughput,p95_ttft_ms\n{rows}")
+    _, without, _ = kneetune(results, "--fence", 8)
+    assert "safe" not in without
+    assert "whether the fence keeps your limits is not known" in without
+    _, broken, _ = kneetune(results, "--fence", 8, "--slo-ttft-p95", "70ms")
+    assert "next        run at 3 concurrent requests; the limits are left before the fence is met" in broken
+    _, kept, _ = kneetune(results, "--fence", 8, "--slo-ttft-p95", "700ms")
+    assert "raise max_num_seqs and measure on; until then run at 8 concurrent requests" in kept
