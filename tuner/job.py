@@ -41,7 +41,7 @@ class FixedParameters(Record):
 class EngineSpec(Record):
     """Which engine to launch, and what about it stays the same."""
 
-    name: Literal["builtin"] = "builtin"
+    name: Literal["builtin", "vllm"] = "builtin"
     command: tuple[str, ...] = ()
     """What starts it, as a list of arguments and never by a shell, such as [/opt/vllm/bin/vllm]; empty takes the
     engine's own name from PATH."""

@@ -13,9 +13,6 @@ from tuner.parameters import Choice, SearchedValues
 from tuner.placement import Placement
 from tuner.space import combinations
 
-ASSUMED_START_S = 8.0
-"""A guess at one engine start, used until a launch has been seen; a plan says that it is one. Unit: seconds."""
-
 CONFIRMATION_LAUNCHES = 6
 """Production, a rival where it was a close call, and the defaults, twice each."""
 
@@ -74,6 +71,8 @@ class JobPlan(Record):
     """If every launch takes the assumed start and every stage half its longest time, cut at the budget."""
 
     assumed_start_s: float
+    """A guess at one engine start; a plan says that it is one."""
+
     budget_s: float
 
 
@@ -90,7 +89,7 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
     confirming_stages += SAFE_RATE_STAGES
     # The first ladder is climbed alone: the others need what it tells.
     turns = min(study, 1 + math.ceil((study - 1) / placement.parallel_trials))
-    start_s = (turns + confirmations) * ASSUMED_START_S
+    start_s = (turns + confirmations) * adapter_of(job.engine).assumed_start_s
     stage_s = (turns * ladder_stages + confirming_stages) * longest_stage_s(job) / 2
     return JobPlan(
         name=job.name,
@@ -109,7 +108,7 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
         num_confirmation_launches=confirmations,
         most_stages=study * ladder_stages + confirming_stages,
         expected_s=min(job.budget.time, start_s + stage_s),
-        assumed_start_s=ASSUMED_START_S,
+        assumed_start_s=adapter_of(job.engine).assumed_start_s,
         budget_s=job.budget.time,
     )
 

@@ -136,7 +136,8 @@ def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = (), read: ReadMemory |
                 yield full
         outcome, start_s = attempt.outcome, attempt.start_s
         if outcome.outcome == "failed" and not attempt.came_up:
-            outcome = unless_disturbed(outcome, before, after)
+            missing = _adapter(spec).not_free(outcome.detail)
+            outcome = unless_disturbed(outcome, before, after, missing=missing)
             if full is None:
                 yield from _wait_for_memory(_adapter(spec), outcome, read)
     except (DeviceHiddenError, OSError) as error:

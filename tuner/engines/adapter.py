@@ -74,6 +74,10 @@ class EngineAdapter(Protocol):
         """Which of `OWN_KEYS` a job may set."""
 
     @property
+    def assumed_start_s(self) -> float:
+        """A guess at one start, until a launch was seen. Unit: seconds."""
+
+    @property
     def exit_grace_s(self) -> float:
         """What its first process gets to end by itself after SIGTERM. Unit: seconds."""
 

@@ -46,6 +46,7 @@ class BuiltinEngine:
     )
     not_applicable: frozenset[str] = frozenset()
     own_keys: frozenset[str] = frozenset({"device_memory", "cpus", "law"})
+    assumed_start_s: float = 8.0
     exit_grace_s: float = TERM_GRACE_S
 
     def installed(self, job: TuningJob) -> Installed:

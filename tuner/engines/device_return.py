@@ -114,11 +114,20 @@ def _changes(before: DeviceUse, after: DeviceUse) -> dict[int, int]:
     }
 
 
-def unless_disturbed(failed: Failed, before: Reading, after: Reading) -> Failed:
-    """Why a start failed: for others' sake, where they changed the device's memory meanwhile.
+def unless_disturbed(failed: Failed, before: Reading, after: Reading, *, missing: NotFree | None = None) -> Failed:
+    """Why a start failed: for others' sake, where they changed its memory meanwhile, or hold what it asked for.
 
-    A setting that a rule refuses is refused whatever the memory.
+    A setting that a rule refuses is refused whatever the memory. On a CPU nobody is an intruder: what is available
+    there is all there is for a setting.
+
+    Args:
+        before: the device as the launch found it, held by nobody but others.
+        missing: what the start was short of, where it found less free than it asked for.
     """
+    held = max((use.used_bytes for use in before or ()), default=0)
+    if missing is not None and failed.kind is FailureKind.OOM_STARTUP and held > OTHERS_BYTES:
+        detail = f"others hold {held / 2**30:.2f} GiB of the device: {failed.detail}"
+        return Failed(kind=FailureKind.INFRASTRUCTURE, detail=detail)
     changed = others_changed_bytes(before, after)
     told = (FailureKind.INVALID_CONFIG, FailureKind.INFRASTRUCTURE)
     if failed.kind in told or changed is None or changed <= OTHERS_BYTES:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tuner.engines.adapter import EngineAdapter
 from tuner.engines.builtin import BUILTIN
+from tuner.engines.vllm import VLLM
 from tuner.job import EngineSpec
 
-_ADAPTERS: dict[str, EngineAdapter] = {BUILTIN.name: BUILTIN}
+_ADAPTERS: dict[str, EngineAdapter] = {BUILTIN.name: BUILTIN, VLLM.name: VLLM}
 
 
 def adapter_of(spec: EngineSpec) -> EngineAdapter:
