@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -19,7 +20,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"(\d+)(?:([KMGT])(?:iB)?)?")
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kK]?)")
+_COUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)([kmgKMG]?)")
+_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -64,14 +66,15 @@ def parse_token_count(text: object) -> int:
     """Read a number of tokens as vLLM does: `16k` is 16,000, `16K` is 16,384, `25.6k` is 25,600.
 
     Raises:
-        ValueError: for anything else; a binary suffix takes no decimals.
+        ValueError: for anything else; a binary suffix takes no decimals, and what comes out is whole.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = _COUNT.fullmatch(text) if isinstance(text, str) else None
-    if match is None or (match[2] != "k" and "." in match[1]):
+    count = None if match is None else Decimal(match[1]) * _MULTIPLES[match[2]]
+    if match is None or count is None or count != int(count) or ("." in match[1] and not match[2].islower()):
         raise ValueError(f"{text!r} is not a number of tokens: write 16384, 16k (16,000) or 16K (16,384)")
-    return round(float(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]])
+    return int(count)
 
 
 DurationS = Annotated[float, BeforeValidator(parse_duration_s), PlainSerializer(lambda seconds: f"{seconds:g}s")]

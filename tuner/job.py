@@ -5,37 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
 
 from tuner.answer import Expected, Slo
-from tuner.engine_config import EngineConfig
+from tuner.engine_config import EngineConfig, FixedParameters
 from tuner.frozen import Record
-from tuner.inputs import DurationS, InputError, SizeBytes, TokenCount, read_preset, read_yaml, validated
+from tuner.inputs import DurationS, InputError, SizeBytes, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload
 from tuner.parameters import SearchedValues
 from tuner.redaction import redacted
 from tuner.space import SamplerName, SearchSpace, broken_condition, broken_rule, combinations, load_space
 
+_SHARE = "gpu_memory_utilization"
 _YAML = (".yaml", ".yml")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-class FixedParameters(Record):
-    """Engine parameters that keep one value through the study; None leaves the engine's own."""
-
-    max_model_len: Annotated[TokenCount, Field(ge=1)] | None = None
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = False
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    long_prefill_token_threshold: Annotated[TokenCount, Field(ge=0)] | None = None
-    max_num_active_seqs: int | None = Field(default=None, ge=1)
-    max_num_scheduled_tokens: Annotated[TokenCount, Field(ge=1)] | None = None
-    watermark: float | None = Field(default=None, ge=0, lt=1)
-    scheduler_reserve_full_isl: bool | None = None
 
 
 class EngineSpec(Record):
@@ -230,10 +216,21 @@ class TuningJob(Record):
                 "search_space: every parameter has a single choice, so there is nothing to search: give one a second"
             )
         lengths = [fixed.max_model_len] if fixed.max_model_len is not None else []
-        if space.parameters.max_model_len is not None:
-            lengths = [int(length) for length in space.parameters.max_model_len.choices]
+        if "max_model_len" in space.searched:
+            lengths = [int(length) for length in space.choices("max_model_len")]
         for workload in (self.workload, self.burst) if lengths else ():
             workload.check_fits(min(lengths))
+        return self
+
+    @model_validator(mode="after")
+    def _no_share_that_decides_nothing(self) -> TuningJob:
+        space, fixed = self.search_space, self.engine.fixed
+        for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
+            if (getattr(fixed, name) is not None or name in space.searched) and len(space.choices(_SHARE)) > 1:
+                raise ValueError(
+                    f"{name} says how large the KV cache is, whatever {_SHARE} is: give {_SHARE} a single choice, or "
+                    f"leave {name} out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -269,7 +266,9 @@ class TuningJob(Record):
 
     def config(self, values: SearchedValues) -> EngineConfig:
         """The whole engine config: what is searched and what is fixed."""
-        return EngineConfig(**{**self.engine.fixed.model_dump(), **values.model_dump(exclude_none=True)})
+        return EngineConfig(
+            **{**self.engine.fixed.model_dump(exclude_none=True), **values.model_dump(exclude_none=True)}
+        )
 
     def impossible(self, values: SearchedValues) -> str | None:
         """Why no launch is spent on a combination: the rule or the condition it breaks; None if it may work."""

@@ -219,7 +219,7 @@ class Launches:
         if hours is None:
             return left_s
         used_s = timekeeping.device_s(self.trials) + sum(map(self._expected_device_s, self._running.values()))
-        devices = max((trial.config.tensor_parallel_size for trial in self.trials), default=1)
+        devices = max((trial.config.num_devices for trial in self.trials), default=1)
         return min(left_s, (3600 * hours - used_s) / devices)
 
     def time_split(self) -> TimeSplit:
@@ -238,7 +238,7 @@ class Launches:
 
     def _expected_device_s(self, launch: _Launch) -> float:
         mean_s = timekeeping.mean_launch_s(self.trials, launch.spec.role) or 0.0
-        return launch.spec.config.tensor_parallel_size * max(mean_s, time.perf_counter() - launch.begun_s)
+        return launch.spec.config.num_devices * max(mean_s, time.perf_counter() - launch.begun_s)
 
     def _may_retry(self, trial: TrialRecord) -> bool:
         """Whether a failure of that kind is tried again, after as many of this config as there were."""

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import math
 
-from tuner.engine_config import EngineConfig
+from tuner.engine_config import EngineConfig, Setting
 from tuner.frozen import Record
 from tuner.records import EngineFacts
+
+_HELD = (
+    *("dtype", "kv_cache_dtype", "block_size", "quantization", "speculative_config", "enforce_eager"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+)
+
+
+def _held(config: EngineConfig) -> tuple[Setting | None, ...]:
+    return tuple(getattr(config, name) for name in _HELD)
+
+
+def _share_decides(config: EngineConfig) -> bool:
+    """Whether it is the share that says how many KV blocks there are."""
+    return config.num_gpu_blocks_override is None and config.kv_cache_memory_bytes is None
 
 
 class MemoryModel(Record):
@@ -24,8 +38,8 @@ class MemoryModel(Record):
     """Weights and whatever else neither share nor budget changes."""
 
     activation_bytes_per_token: float
-    dtype: str
-    kv_cache_dtype: str
+    held: tuple[Setting | None, ...]
+    """The settings that say what is in memory besides, in the order of `_HELD`."""
 
     @classmethod
     def calibrated(cls, config: EngineConfig, facts: EngineFacts) -> MemoryModel | None:
@@ -34,7 +48,7 @@ class MemoryModel(Record):
         total, reserved, activation = facts.memory_total_bytes, facts.memory_reserved_bytes, facts.activation_peak_bytes
         if blocks is None or block_size is None or block_bytes is None:
             return None
-        if total is None or reserved is None or activation is None:
+        if total is None or reserved is None or activation is None or not _share_decides(config):
             return None
         return cls(
             total_bytes=total,
@@ -43,13 +57,12 @@ class MemoryModel(Record):
             max_model_len=facts.max_model_len,
             fixed_bytes=max(0, reserved - activation - blocks * block_bytes),
             activation_bytes_per_token=activation / config.max_num_batched_tokens,
-            dtype=config.dtype,
-            kv_cache_dtype=config.kv_cache_dtype,
+            held=_held(config),
         )
 
     def covers(self, config: EngineConfig) -> bool:
-        """Whether `config` keeps weights and KV blocks in the types that were measured: of others nothing is known."""
-        return (config.dtype, config.kv_cache_dtype) == (self.dtype, self.kv_cache_dtype)
+        """Whether `config` keeps weights and KV blocks as they were measured: of others nothing is known."""
+        return _share_decides(config) and _held(config) == self.held
 
     def num_blocks(self, config: EngineConfig) -> int:
         """KV blocks `config` would have; can be negative. Unit: blocks."""

@@ -10,7 +10,15 @@ from tuner.frozen import Record
 from tuner.records import Failed, FailureKind, TrialRecord
 from tuner.wording import config_text
 
-_HELD_IN_MEMORY = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "max_num_active_seqs", "max_num_scheduled_tokens")
+_COMPARED = frozenset({"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_model_len"})
+"""What decides between two settings that hold the same things in memory."""
+
+_HOLDS_NO_MEMORY = frozenset(
+    {
+        *("enable_chunked_prefill", "enable_prefix_caching", "long_prefill_token_threshold", "watermark"),
+        *("scheduler_reserve_full_isl", "max_num_queued_reqs", "max_num_queued_tokens"),
+    }
+)
 
 OUT_OF_MEMORY = frozenset(
     {
@@ -81,7 +89,8 @@ def share_ceiling(trials: Sequence[TrialRecord], *, margin: float) -> ShareCeili
 
 def _is_alike(config: EngineConfig, failed: EngineConfig) -> bool:
     """Whether both hold the same things in memory, so that share, rows, steps and length tell which needs more."""
-    return all(getattr(config, name) == getattr(failed, name) for name in _HELD_IN_MEMORY)
+    held = EngineConfig.model_fields.keys() - _COMPARED - _HOLDS_NO_MEMORY
+    return all(getattr(config, name) == getattr(failed, name) for name in held)
 
 
 def _no_less_share(config: EngineConfig, failed: EngineConfig) -> bool:

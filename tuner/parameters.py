@@ -1,31 +1,19 @@
-"""The parameters a study may propose: which there are, and which values each may take."""
+"""The parameters a study may propose: one value for each, or the values each may take."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
 
-from tuner.engine_config import EngineConfig, Setting
+from tuner.engine_config import EngineConfig, EngineParameters, Setting, TunedParameters
 from tuner.frozen import Record
+from tuner.inputs import nearest
 
 
-class SearchedValues(Record):
+class SearchedValues(EngineParameters, TunedParameters):
     """One value for each searched parameter; None for those that are not searched."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    max_model_len: int | None = None
-    enable_chunked_prefill: bool | None = None
-    enable_prefix_caching: bool | None = None
-    dtype: str | None = None
-    kv_cache_dtype: str | None = None
-    long_prefill_token_threshold: int | None = None
-    max_num_active_seqs: int | None = None
-    max_num_scheduled_tokens: int | None = None
-    watermark: float | None = None
-    scheduler_reserve_full_isl: bool | None = None
 
 
 SEARCHABLE = tuple(SearchedValues.model_fields)
@@ -57,44 +45,37 @@ class Parameter(Record):
     @field_validator("choices")
     @classmethod
     def _of_one_kind(cls, choices: tuple[Setting, ...]) -> tuple[Setting, ...]:
-        numbers = [choice for choice in choices if not isinstance(choice, bool | str)]
-        if numbers and len(numbers) < len(choices):
+        if len({isinstance(choice, bool | str) for choice in choices}) > 1:
             raise ValueError("choices are all numbers, or all texts, or true and false")
-        if numbers != sorted(set(numbers)):
-            raise ValueError("choices must rise and not repeat")
-        if len(set(choices)) < len(choices):
-            raise ValueError("choices must not repeat")
         return choices
 
 
-class Parameters(Record):
-    """The searched parameters: three always, any of the others besides."""
+def _each_checked(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    for name in parameters:
+        if name not in SEARCHABLE:
+            raise ValueError(f"unknown parameter {name!r}{nearest(name, SEARCHABLE)}")
+    for name in TunedParameters.model_fields:
+        if name not in parameters:
+            raise ValueError(f"{name} is missing: add it, with a single choice where it is not to move")
+    return {name: _of(name, parameters[name]) for name in SEARCHABLE if name in parameters}
 
-    max_num_seqs: Parameter
-    max_num_batched_tokens: Parameter
-    gpu_memory_utilization: Parameter
-    max_model_len: Parameter | None = None
-    enable_chunked_prefill: Parameter | None = None
-    enable_prefix_caching: Parameter | None = None
-    dtype: Parameter | None = None
-    kv_cache_dtype: Parameter | None = None
-    long_prefill_token_threshold: Parameter | None = None
-    max_num_active_seqs: Parameter | None = None
-    max_num_scheduled_tokens: Parameter | None = None
-    watermark: Parameter | None = None
-    scheduler_reserve_full_isl: Parameter | None = None
 
-    @field_validator("*")
-    @classmethod
-    def _valid(cls, parameter: Parameter | None, info: ValidationInfo) -> Parameter | None:
-        if parameter is None or info.field_name is None:
-            return parameter
-        choices = tuple(checked(info.field_name, choice) for choice in parameter.choices)
-        return parameter.model_copy(update={"choices": choices})
+def _of(name: str, parameter: Parameter) -> Parameter:
+    choices = tuple(checked(name, choice) for choice in parameter.choices)
+    numbers = [choice for choice in choices if not isinstance(choice, bool | str)]
+    if numbers != sorted(set(numbers)):
+        raise ValueError(f"{name}: choices must rise and not repeat")
+    if len(set(choices)) < len(choices):
+        raise ValueError(f"{name}: choices must not repeat")
+    return parameter.model_copy(update={"choices": choices})
+
+
+Parameters = Annotated[dict[str, Parameter], AfterValidator(_each_checked)]
+"""The searched parameters by name, in the order of `SEARCHABLE`: three always, any of the others besides."""
 
 
 def checked(name: str, value: Setting) -> Setting:
-    """The value of that parameter as an engine config holds it.
+    """The value of that parameter as an engine config holds it: `16k` tokens are 16,000.
 
     Raises:
         ValueError: for a value of the wrong kind, or outside the parameter's limits.
@@ -104,7 +85,7 @@ def checked(name: str, value: Setting) -> Setting:
     try:
         config = EngineConfig.model_validate({**any_others, name: given}, strict=True)
     except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Input ")
-        raise ValueError(f"{name}={value}: it {said}") from None
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{name}={value}: {said.replace('Input should', 'it should')}") from None
     valid: Setting = getattr(config, name)
     return valid

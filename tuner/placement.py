@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tuner.engine_config import EngineConfig
 from tuner.frozen import Record
 from tuner.inputs import InputError
 from tuner.job import EngineSpec
@@ -28,14 +29,15 @@ def needs_gpu_count(engine: EngineSpec) -> bool:
 
 
 def place(
-    engine: EngineSpec, *, tensor_parallel_size: int, num_gpus: int, num_cpus: int, asked: int | None = None
+    engine: EngineSpec, *, largest: EngineConfig, num_gpus: int, num_cpus: int, asked: int | None = None
 ) -> Placement:
-    """Place the trials of a job whose launches take `tensor_parallel_size` GPUs each, where they take any.
+    """Place the trials of a job whose launches take as many GPUs as `largest` does, where they take any.
 
     A GPU takes one engine at a time, and so does a CPU: engines on one device would measure each other.
 
     Args:
         engine: what the job says of it; `auto` takes GPUs where there are some.
+        largest: of its settings the one that takes the most devices.
         num_gpus: how many this process may use.
         num_cpus: CPUs this process may use.
         asked: most trials at once; None: as many as fit.
@@ -45,17 +47,18 @@ def place(
     """
     if not needs_gpu_count(engine) or (engine.device == "auto" and num_gpus == 0):
         return Placement(parallel_trials=1, num_gpus=0, warnings=_on_a_cpu(asked))
-    if tensor_parallel_size > num_gpus:
+    size = largest.num_devices
+    if size > num_gpus:
         raise InputError(
-            f"tensor_parallel_size={tensor_parallel_size} takes as many GPUs, and {num_gpus} can be used here "
+            f"{largest.parallel_sizes} takes {size} GPUs, and {num_gpus} can be used here "
             "(nvidia-smi -L lists them, CUDA_VISIBLE_DEVICES may hide some): "
             + ("lower it" if num_gpus else "show this process a GPU, or give the job device: cpu")
         )
-    fit = num_gpus // tensor_parallel_size
+    fit = num_gpus // size
     at_once = fit if asked is None else min(asked, fit)
     warnings: list[str] = []
     if asked is not None and asked > fit:
-        takes = f" at tensor_parallel_size={tensor_parallel_size}" if tensor_parallel_size > 1 else ""
+        takes = f" at {largest.parallel_sizes}" if size > 1 else ""
         warnings.append(f"parallel_trials={asked} do not fit on {num_gpus} GPUs{takes}: {fit} run at once")
     if at_once > 1 and at_once * CPUS_PER_TRIAL > num_cpus:
         warnings.append(

@@ -26,7 +26,7 @@ def _read_condition(given: object) -> Condition:
     if isinstance(given, Condition):
         return given
     if isinstance(given, str):
-        return parse_condition(given, set(EngineConfig.model_fields))
+        return parse_condition(given, set(SEARCHABLE))
     raise ValueError("a condition is a text such as 'max_num_batched_tokens >= 4 * max_num_seqs'")
 
 
@@ -53,12 +53,11 @@ class SearchSpace(Record):
     @property
     def searched(self) -> tuple[str, ...]:
         """Names of the searched parameters."""
-        return tuple(name for name in SEARCHABLE if getattr(self.parameters, name) is not None)
+        return tuple(self.parameters)
 
     def parameter(self, name: str) -> Parameter:
         """What the space says of a searched parameter."""
-        parameter: Parameter = getattr(self.parameters, name)
-        return parameter
+        return self.parameters[name]
 
     def choices(self, name: str) -> tuple[Choice, ...]:
         """The values a searched parameter may take; numbers in rising order."""

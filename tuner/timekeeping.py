@@ -35,7 +35,7 @@ def time_split(trials: Sequence[TrialRecord], *, wall_s: float) -> TimeSplit:
 
 def device_s(trials: Sequence[TrialRecord]) -> float:
     """Time of all devices together that the launches took. Unit: device-seconds."""
-    return sum(trial.wall_s * trial.config.tensor_parallel_size for trial in trials)
+    return sum(trial.wall_s * trial.config.num_devices for trial in trials)
 
 
 def mean_launch_s(trials: Sequence[TrialRecord], role: TrialRole) -> float | None:

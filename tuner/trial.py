@@ -116,7 +116,7 @@ def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = (), read: ReadMemory |
         read: looks at the memory of the trial's devices; None asks the driver, where they are GPUs.
     """
     environment = _environment(os.environ, gpus)
-    read = read or memory_reader(spec.job.engine, environment, num_gpus=len(gpus) or spec.config.tensor_parallel_size)
+    read = read or memory_reader(spec.job.engine, environment, num_gpus=len(gpus) or spec.config.num_devices)
     begun = time.perf_counter()
     start_s = 0.0
     stages = list(spec.kept_stages)
@@ -215,17 +215,18 @@ def _wait_for_devices(spec: TrialSpec, devices: Sequence[str], stack: contextlib
 
 def _check_gpus(spec: TrialSpec, environment: Mapping[str, str]) -> None:
     """See to it that an engine that is to compute on GPUs is shown them: none ever falls back to the CPU."""
-    shown, size = environment.get(VARIABLE), spec.config.tensor_parallel_size
+    shown, size = environment.get(VARIABLE), spec.config.num_devices
     if spec.job.engine.device != "cuda" or shown is None:
         return
     if not shown.strip():
         raise DeviceHiddenError(
             f"{VARIABLE} is set and empty where the engine is launched, but the job asks for device=cuda and "
-            f"tensor_parallel_size={size}, which takes as many GPUs: unset it or name {size}"
+            f"{spec.config.parallel_sizes}, which takes {size} GPUs: unset it or name {size}"
         )
     if len(shown.split(",")) < size:
         raise DeviceHiddenError(
-            f"{VARIABLE}={shown} names fewer GPUs than tensor_parallel_size={size} takes: name {size} or lower it"
+            f"{VARIABLE}={shown} names fewer GPUs than the {size} that {spec.config.parallel_sizes} takes: name {size} "
+            "or lower it"
         )
 
 

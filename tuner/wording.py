@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 
 from tuner.answer import Capacity
@@ -26,10 +27,12 @@ def further(config: EngineConfig) -> dict[str, str]:
     return {name: setting(value) for name, value in config.model_dump(exclude=three, exclude_defaults=True).items()}
 
 
-def setting(value: Setting) -> str:
-    """A parameter's value as a YAML file spells it."""
+def setting(value: Setting | tuple[str, ...]) -> str:
+    """A parameter's value as a YAML file spells it; further arguments as a shell does."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return shlex.join(value)
     return value if isinstance(value, str) else f"{value:.10g}"
 
 

@@ -90,12 +90,12 @@ class Workers:
         Raises:
             InputError: if it takes more GPUs than Ray has: it would wait for ever.
         """
-        num_gpus = spec.config.tensor_parallel_size if self._placement.num_gpus else 0
+        num_gpus = spec.config.num_devices if self._placement.num_gpus else 0
         try:
             _start_ray(self._placement)
             present = ray.cluster_resources().get("GPU", 0)
             if num_gpus > present:
-                raise InputError(f"tensor_parallel_size={num_gpus} takes as many GPUs, and Ray has {present:g}")
+                raise InputError(f"{spec.config.parallel_sizes} takes {num_gpus} GPUs, and Ray has {present:g}")
             worker = self._take_worker(num_gpus)
             self._running[spec.number] = _Run(worker, worker.actor.run.remote(spec))
         except (ray.exceptions.RayError, _RayStartError) as error:

@@ -37,13 +37,15 @@ def test_no_size(text: object) -> None:
         parse_size_bytes(text)
 
 
-@pytest.mark.parametrize(("text", "count"), [("16k", 16000), ("16K", 16384), ("25.6k", 25600), (2048, 2048), ("7", 7)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("16k", 16000), ("16K", 16384), ("25.6k", 25600), ("1m", 10**6), (2048, 2048), ("7", 7)]
+)
 def test_token_counts_as_vllm_reads_them(text: object, count: int) -> None:
     """A length means the same in a job and on vLLM's command line."""
     assert parse_token_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["25.6K", "16 K", "1.5", "k", "", True, None, "16kk"])
+@pytest.mark.parametrize("text", ["25.6K", "16 K", "1.5", "1.0005k", "k", "", True, None, "16kk", 16.5])
 def test_no_token_count(text: object) -> None:
     """A suffix that could mean two things is refused."""
     with pytest.raises(ValueError, match="number of tokens"):

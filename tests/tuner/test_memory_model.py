@@ -74,15 +74,22 @@ def test_requests_that_fit() -> None:
         max_model_len=2048,
         fixed_bytes=0,
         activation_bytes_per_token=0.0,
-        dtype="auto",
-        kv_cache_dtype="auto",
+        held=_model().held,
     )
     assert model.requests_that_fit(_config(1.0), 1050) == 73
+
+
+OVERRIDE: dict[str, object] = {"num_gpu_blocks_override": 200}
+
+
+def test_nothing_is_predicted_from_a_launch_whose_blocks_the_share_did_not_make() -> None:
+    """Blocks that were asked for say nothing of what a share leaves: working settings would be refused."""
+    assert MemoryModel.calibrated(_config(0.92).model_copy(update=OVERRIDE), _facts()) is None
 
 
 def test_nothing_is_predicted_for_other_types_and_a_length_of_its_own_is_heeded() -> None:
     """A smaller type may fit where the measured one does not, and a shorter request needs fewer blocks."""
     hopeless = _config(0.35)
     assert _model().refusal(hopeless) is not None
-    for change in ({"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"max_model_len": 16}):
+    for change in ({"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"max_model_len": 16}, OVERRIDE):
         assert _model().refusal(hopeless.model_copy(update=change)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.fakes.workers import FakeWorkers
 from tests.tuner.test_tuning import Silent
 from tuner.__main__ import app
 from tuner.engine_config import EngineConfig
+from tuner.extra_args import flags
 from tuner.inputs import InputError
 from tuner.job import FixedParameters, TuningJob, load_job
 from tuner.parameters import SEARCHABLE
@@ -28,6 +30,7 @@ from tuner.space import MOST_COMBINATIONS, SamplerName, combinations, load_space
 from tuner.store import RunStore
 from tuner.study import Objectives, Study
 from tuner.tuning import run_tuning
+from tuner.wording import config_text
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
@@ -43,7 +46,19 @@ OPTIONAL = {
     "max_num_scheduled_tokens": st.sets(st.integers(1, 1024), min_size=1, max_size=2).map(sorted),
     "watermark": st.sets(st.floats(0, 0.99), min_size=1, max_size=2).map(sorted),
     "scheduler_reserve_full_isl": TRUTHS,
+    "max_num_queued_reqs": st.sets(st.integers(1, 4096), min_size=1, max_size=2).map(sorted),
+    "max_num_queued_tokens": st.sets(st.integers(1, 1 << 20), min_size=1, max_size=2).map(sorted),
+    "block_size": st.sets(st.sampled_from([16, 32, 128]), min_size=1, max_size=2).map(sorted),
+    "num_gpu_blocks_override": st.sets(st.integers(1, 4096), min_size=1, max_size=2).map(sorted),
+    "kv_cache_memory_bytes": st.sets(st.integers(1, 1 << 40), min_size=1, max_size=2).map(sorted),
+    "quantization": st.permutations(["fp8", "awq"]),
+    "speculative_config": st.permutations(['{"method": "ngram"}', '{"method": "mtp"}']),
+    "enforce_eager": TRUTHS,
+    "tensor_parallel_size": st.sets(st.integers(1, 8), min_size=1, max_size=2).map(sorted),
+    "pipeline_parallel_size": st.sets(st.integers(1, 8), min_size=1, max_size=2).map(sorted),
+    "data_parallel_size": st.sets(st.integers(1, 8), min_size=1, max_size=2).map(sorted),
 }
+OVERRIDES = {"num_gpu_blocks_override", "kv_cache_memory_bytes"}
 QUICK_SAMPLERS = [name for name in get_args(SamplerName) if name != "gp"]
 CONDITIONS = ["max_num_batched_tokens >= 4 * max_num_seqs", "max_num_seqs < 64 or gpu_memory_utilization < 0.9"]
 
@@ -90,6 +105,8 @@ def test_every_proposal_of_any_space_is_a_valid_setting_that_breaks_nothing(
 ) -> None:
     """Whatever is searched, the study proposes configs the engine accepts, each once, and the job survives its file."""
     choices = {name: data.draw(OPTIONAL[name], label=name) for name in sorted(names)}
+    if names & OVERRIDES:
+        choices["gpu_memory_utilization"] = [0.9]
     conditions = data.draw(st.lists(st.sampled_from(CONDITIONS), unique=True))
     job = _if_any_works(_space(*conditions, **choices))
     if job is None:
@@ -189,7 +206,7 @@ def test_what_breaks_a_condition_is_planned_as_impossible_and_never_launched(tmp
         ),
         (_space(max_num_active_seqs=[128]), "max_num_active_seqs=128 is above max_num_seqs"),
         (_space(start={"watermark": 0.1}), "cautious_start.watermark: it is not among the searched"),
-        (_space(watermark=[0.1], start={"watermark": 2.0}), "watermark=2.0: it should be less than 1"),
+        (_space(watermark=[0.1], start={"watermark": 2.0}), "cautious_start.watermark: must be less than 1 (got 2.0)"),
         (_space(max_model_len=[100, 2048]), "max_model_len=100"),
         (_space(watermark=[n / 1e5 for n in range(1 + MOST_COMBINATIONS // 8)]), "100,008 combinations are too many"),
     ],
@@ -238,7 +255,88 @@ def test_the_defaults_set_nothing_and_the_cautious_start_sets_everything_searche
 
 def test_every_searchable_parameter_can_be_fixed_beside_the_three() -> None:
     """What can be searched can also be held still."""
-    assert set(SEARCHABLE[3:]) == set(FixedParameters.model_fields) == set(OPTIONAL)
+    assert set(SEARCHABLE[3:]) == set(FixedParameters.model_fields) - {"extra_args"} == set(OPTIONAL)
+    assert set(SEARCHABLE) | {"extra_args"} == set(EngineConfig.model_fields)
+
+
+def test_lengths_are_read_with_their_suffixes_wherever_a_job_names_them() -> None:
+    """16k is 16,000 and 16K is 16,384: taken for each other, a length of 16,000 would not fit a budget of 16,384."""
+
+    def read(length: str, *budgets: str) -> TuningJob:
+        space = _space(max_num_batched_tokens=list(budgets))
+        return _unlimited(space, engine={"fixed": {"max_model_len": length, "enable_chunked_prefill": False}})
+
+    job = read("16k", "16K", "25.6k")
+    assert job.search_space.choices("max_num_batched_tokens") == (16_384, 25_600)
+    assert plan_of(job, ONE_CPU).impossible == ()
+    with pytest.raises(InputError, match=r"max_num_batched_tokens=16000 is below max_model_len=16384"):
+        read("16K", "16k")
+    for faulty in ("25.6K", "16 K"):
+        with pytest.raises(InputError, match=f"max_num_batched_tokens={faulty}: '{faulty}' is not a number of tokens"):
+            read("16k", faulty)
+
+
+@pytest.mark.parametrize("name", sorted(OVERRIDES))
+def test_a_share_that_decides_nothing_is_not_searched(name: str) -> None:
+    """Launches that differ in an idle parameter alone are spent for nothing, and their noise would be tuned to."""
+    with pytest.raises(InputError, match=f"{name} says how large the KV cache is, whatever gpu_memory_utilization is"):
+        _unlimited(_space(), engine={"fixed": {name: 2**20}})
+    job = _unlimited(_space(gpu_memory_utilization=[0.9]), engine={"fixed": {name: 2**20}})
+    assert getattr(job.config(default_values(job)), name) == 2**20
+
+
+def test_two_cores_run_twice_the_fence_and_take_twice_the_devices() -> None:
+    """With one core's fence a ladder would call the second core's half a queue."""
+    three = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9}
+    config = EngineConfig.model_validate(three | {"data_parallel_size": 2, "tensor_parallel_size": 4})
+    assert (config.fence, config.num_devices) == (32, 8)
+    assert config.parallel_sizes == "tensor_parallel_size=4 x data_parallel_size=2"
+    assert config.fenced(9).max_num_seqs == 5
+    assert config.model_copy(update={"max_num_active_seqs": 4}).fence == 8
+
+
+def test_speculative_decoding_is_one_text_however_it_was_written() -> None:
+    """Keys and values, or their JSON: the same setting is not launched twice, and what is no object is refused."""
+
+    def fixed(value: object) -> FixedParameters:
+        return FixedParameters.model_validate({"speculative_config": value})
+
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    assert fixed(given) == fixed('{"num_speculative_tokens": 3, "method": "ngram"}')
+    for wrong in ("ngram", "[3]", 3):
+        with pytest.raises(ValueError, match="JSON"):
+            fixed(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--max-num-seqs", "5"], "--max-num-seqs is a parameter: write max_num_seqs"),
+        (["--no-enable_prefix_caching"], "write enable_prefix_caching"),
+        (["--max-num-se=5"], "write max_num_seqs"),
+        (["-tp", "2"], "write tensor_parallel_size"),
+        (["--port", "1"], "set by the launch itself"),
+        (["--api-key", "k"], "brings a secret"),
+        (["16"], "comes first and is no flag"),
+    ],
+)
+def test_a_further_argument_that_says_what_is_said_elsewhere_is_refused(arguments: list[str], told: str) -> None:
+    """The engine would take the last of two values, and the record would name the other."""
+    with pytest.raises(InputError, match=re.escape(told)):
+        _unlimited(_space(), engine={"fixed": {"extra_args": arguments}})
+
+
+def test_further_arguments_reach_the_launch_as_they_are() -> None:
+    """What we have no name for can still be measured, and is on the record."""
+    arguments = ["--enable-lora", "--max-lora-rank", "-1", "--compilation-config={}"]
+    job = _unlimited(_space(), engine={"fixed": {"extra_args": arguments}})
+    config = job.config(default_values(job))
+    assert flags(config.extra_args) == [
+        ("--enable-lora", []),
+        ("--max-lora-rank", ["-1"]),
+        ("--compilation-config", ["{}"]),
+    ]
+    assert "extra_args=--enable-lora --max-lora-rank -1" in config_text(config)
 
 
 def test_the_example_of_the_preset_can_be_searched() -> None:

@@ -6,17 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuner.engine_config import EngineConfig
 from tuner.inputs import InputError
 from tuner.job import EngineSpec
 from tuner.placement import Placement, place
 
 CUDA = EngineSpec(device="cuda")
+ONE = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, gpu_memory_utilization=0.9)
 
 
 def _place(
     num_gpus: int, *, size: int = 1, asked: int | None = None, cpus: int = 64, engine: EngineSpec = CUDA
 ) -> Placement:
-    return place(engine, tensor_parallel_size=size, num_gpus=num_gpus, num_cpus=cpus, asked=asked)
+    largest = ONE.model_copy(update={"tensor_parallel_size": size})
+    return place(engine, largest=largest, num_gpus=num_gpus, num_cpus=cpus, asked=asked)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,14 @@ def test_as_many_run_as_fit_or_as_were_asked_for(num_gpus: int, size: int, asked
     """Without a limit each GPU has one engine, not all trials at once on the first."""
     placement = _place(num_gpus, size=size, asked=asked)
     assert (placement.parallel_trials, placement.num_gpus, placement.warnings) == (at_once, num_gpus, ())
+
+
+def test_every_core_and_stage_of_an_engine_takes_its_gpus() -> None:
+    """Two cores of two GPUs each need four: counted as two, the second trial would wait for a GPU without end."""
+    largest = ONE.model_copy(update={"tensor_parallel_size": 2, "data_parallel_size": 2})
+    assert place(CUDA, largest=largest, num_gpus=8, num_cpus=64).parallel_trials == 2
+    with pytest.raises(InputError, match=r"tensor_parallel_size=2 x data_parallel_size=2 takes 4 GPUs, and 3 can be"):
+        place(CUDA, largest=largest, num_gpus=3, num_cpus=64)
 
 
 def test_more_than_fit_are_cut_to_what_fits_with_both_numbers() -> None:

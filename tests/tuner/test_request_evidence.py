@@ -7,9 +7,10 @@ from pathlib import Path
 from tests.fakes import records
 from tests.tuner.measure.helpers import record
 from tuner.analysis.profiles import ProductionChoice
+from tuner.engine_config import EngineConfig
 from tuner.job import load_job
 from tuner.measure.stage import MeasuredStage
-from tuner.records import EngineConfig, Measured, StageKind, StageRecord, TrialRecord
+from tuner.records import Measured, StageKind, StageRecord, TrialRecord
 from tuner.request_evidence import requests_of
 from tuner.store import RunStore, keep_stage
 

@@ -124,7 +124,6 @@ def capacity(
     request_rate_rps: Estimate,
     safe_rate_rps: Estimate | None = None,
     expected: Expected | None = None,
-    data_parallel_size: int = 1,
     price_per_device_hour: float | None = None,
     mean_output_tokens: float = math.nan,
 ) -> Capacity:
@@ -145,7 +144,7 @@ def capacity(
             tried = min(attained.load for attained in open_)
             reason = f"how many replicas it takes is unknown: no rate was safe, down to {tried:.3g} requests/s"
         else:
-            replicas, reason = _replicas(production, request_rate_rps, safe_rate_rps, expected, data_parallel_size)
+            replicas, reason = _replicas(production, request_rate_rps, safe_rate_rps, expected)
     return Capacity(
         attainment_target=target,
         load=None if loads.shown is None else round(loads.shown.load),
@@ -156,17 +155,13 @@ def capacity(
         open_rate_rps=None if rates.open_up_to is None else rates.open_up_to.load,
         replicas=replicas,
         reason=reason,
-        cost_per_million_tokens=_cost(
-            production, price_per_device_hour, expected, replicas, data_parallel_size, mean_output_tokens
-        ),
+        cost_per_million_tokens=_cost(production, price_per_device_hour, expected, replicas, mean_output_tokens),
     )
 
 
-def _replicas(
-    production: Profile, rate: Estimate, safe: Estimate | None, expected: Expected, data_parallel_size: int
-) -> tuple[int | None, str]:
+def _replicas(production: Profile, rate: Estimate, safe: Estimate | None, expected: Expected) -> tuple[int | None, str]:
     """The larger of what the rate and what the concurrency asks for; one sentence with its figures."""
-    seats = production.config.fence * data_parallel_size
+    seats = production.config.fence
     if expected.users is not None:
         by_seats = math.ceil(expected.users / seats)
         return by_seats, f"{by_seats} replicas: {expected.users} users at {seats} running requests each"
@@ -195,13 +190,12 @@ def _cost(
     price: float | None,
     expected: Expected | None,
     replicas: int | None,
-    data_parallel_size: int,
     mean_output_tokens: float,
 ) -> float | None:
     """Price of a million output tokens: at the expected rate where one is given, else with every replica full."""
     if price is None:
         return None
-    devices = production.config.tensor_parallel_size * data_parallel_size
+    devices = production.config.num_devices
     tokens_per_s = production.operating_point.output_throughput.value
     if expected is not None and expected.rate_rps is not None and replicas is not None:
         devices, tokens_per_s = devices * replicas, expected.rate_rps * mean_output_tokens

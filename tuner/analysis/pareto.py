@@ -39,7 +39,7 @@ def smaller_first(config: EngineConfig) -> tuple[int, int, float]:
 
 def per_device(throughput: Estimate, config: EngineConfig) -> Estimate:
     """What one of the config's devices contributes."""
-    num_devices = config.tensor_parallel_size
+    num_devices = config.num_devices
     low, high = (None if end is None else end / num_devices for end in (throughput.low, throughput.high))
     return throughput.model_copy(update={"value": throughput.value / num_devices, "low": low, "high": high})
 

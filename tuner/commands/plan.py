@@ -37,10 +37,10 @@ def place_here(job: TuningJob) -> Placement:
         InputError: where not even one launch fits, or the engine cannot be told what the job says, naming what.
     """
     check_job(adapter_of(job.engine), job)
-    sizes = {job.config(values).tensor_parallel_size for values in combinations(job.search_space)}
+    configs = (job.config(values) for values in combinations(job.search_space))
     return place(
         job.engine,
-        tensor_parallel_size=max(sizes),
+        largest=max(configs, key=lambda config: config.num_devices),
         num_gpus=len(visible_gpus()) if needs_gpu_count(job.engine) else 0,
         num_cpus=len(os.sched_getaffinity(0)),
         asked=job.parallel_trials,

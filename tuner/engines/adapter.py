@@ -91,7 +91,10 @@ class EngineAdapter(Protocol):
     def command(
         self, model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str
     ) -> list[str]:
-        """The argument list that starts this config on 127.0.0.1:`port`, every parameter that is set explicit."""
+        """The argument list that starts this config on 127.0.0.1:`port`, every parameter that is set explicit.
+
+        The config's `extra_args` are part of it, as they are.
+        """
 
     def environment(self, inherited: Mapping[str, str], model: str, spec: EngineSpec) -> dict[str, str]:
         """The whole environment it is started with.
@@ -182,6 +185,6 @@ def _not_for(adapter: EngineAdapter, job: TuningJob) -> Iterator[str]:
         # Three are always there; one with a single choice is left to the engine.
         if name not in adapter.settable and len(job.search_space.choices(name)) > 1:
             yield f"search_space.parameters.{name}"
-    for name in engine.fixed.model_dump(exclude_defaults=True, exclude_none=True):
+    for name in engine.fixed.model_dump(exclude={"extra_args"}, exclude_defaults=True, exclude_none=True):
         if name not in adapter.settable:
             yield f"engine.fixed.{name}"

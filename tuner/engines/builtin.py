@@ -41,7 +41,8 @@ class BuiltinEngine:
             *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_model_len"),
             *("enable_chunked_prefill", "enable_prefix_caching", "dtype", "kv_cache_dtype"),
             *("long_prefill_token_threshold", "max_num_active_seqs", "max_num_scheduled_tokens"),
-            *("watermark", "scheduler_reserve_full_isl"),
+            *("watermark", "scheduler_reserve_full_isl", "max_num_queued_reqs", "max_num_queued_tokens"),
+            *("block_size", "num_gpu_blocks_override", "data_parallel_size"),
         }
     )
     not_applicable: frozenset[str] = frozenset()
@@ -62,6 +63,7 @@ class BuiltinEngine:
             *(sys.executable, "-P", "-m", "engine", "serve", model),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", served_model_name),
             *(argument for name, value in asked(self, config).items() for argument in _flag(name, value)),
+            *config.extra_args,
         ]
         if spec.law is not None:
             arguments += ["--executor", "simulated", "--law", spec.law]

@@ -49,7 +49,7 @@ async def discover(endpoint: Endpoint, *, model: str | None) -> Server:
     card = _chosen(endpoint, await _cards(endpoint), model)
     page = await _text(endpoint, "/metrics") or ""
     metrics = parse_snapshot(page, at_s=0.0)
-    config, num_cores = await _told_config(endpoint, page)
+    config = await _told_config(endpoint, page)
     length = card.get("max_model_len")
     version = (await _json(endpoint, "/version")).get("version")
     labels = next(iter(read_infos(page, "engine:config_info")), {})
@@ -63,7 +63,7 @@ async def discover(endpoint: Endpoint, *, model: str | None) -> Server:
         simulated=labels.get("executor") == "simulated",
         max_model_len=length if isinstance(length, int) else None,
         config=config,
-        fence=None if config is None else config.fence * num_cores,
+        fence=None if config is None else config.fence,
         has_metrics=has_metrics,
         num_in_flight=None if not has_metrics else (metrics.running or 0) + (metrics.waiting or 0),
     )
@@ -149,22 +149,21 @@ def _engine(card: dict[str, Any], page: str, *, is_ours: bool) -> str:
     return owner if isinstance(owner, str) and owner else UNKNOWN_ENGINE
 
 
-async def _told_config(endpoint: Endpoint, page: str) -> tuple[EngineConfig | None, int]:
-    """The engine config in force, None where it is not told whole; and how many cores have it each."""
+async def _told_config(endpoint: Endpoint, page: str) -> EngineConfig | None:
+    """The engine config in force, None where it is not told whole."""
     labels = next(iter(read_infos(page, "engine:config_info")), None)
     if labels is not None:
-        return _as_config(labels), max(1, len(read_infos(page, "vllm:cache_config_info")))
+        return _as_config(labels)
     info = await _json(endpoint, "/server_info?config_format=json")
     config = info.get("vllm_config")
     if not isinstance(config, dict):
-        return None, 1
+        return None
     told: dict[str, Any] = {}
     for part in ("model_config", "cache_config", "parallel_config", "scheduler_config"):
         told |= config[part] if isinstance(config.get(part), dict) else {}
-    cores = told.get("data_parallel_size")
     kv_cache_dtype, dtype = told.get("cache_dtype"), told.get("dtype")
     told |= {"kv_cache_dtype": kv_cache_dtype, "dtype": dtype and str(dtype).removeprefix("torch.")}
-    return _as_config(told), cores if isinstance(cores, int) and cores > 0 else 1
+    return _as_config(told)
 
 
 def _as_config(told: dict[str, Any]) -> EngineConfig | None:

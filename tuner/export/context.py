@@ -67,10 +67,14 @@ def flag(name: str, *, on: bool | None) -> dict[str, bool]:
     return {name: True} if on else {f"no-{name}": True}
 
 
+ELSEWHERE = ("tensor_parallel_size", "pipeline_parallel_size", "extra_args")
+"""What each format writes in its own way."""
+
+
 def config_keys(context: ExportContext) -> dict[str, Setting]:
     """The keys both engines know, under their flags' names, for every parameter that is set; sizes are plain."""
     config = context.profile.config
-    settings = config.model_dump(exclude={"tensor_parallel_size", "max_model_len"}, exclude_none=True)
+    settings = config.model_dump(exclude={*ELSEWHERE, "max_model_len"}, exclude_none=True)
     length = context.max_model_len if config.max_model_len is None else config.max_model_len
     served = {} if context.served_model_name is None else {"served-model-name": context.served_model_name}
     return {

@@ -16,7 +16,12 @@ def vllm_yaml(context: ExportContext) -> str:
         ExportRefusedError: for production without a `resolved` verdict.
     """
     check_exportable(context)
-    keys = {**config_keys(context), "tensor-parallel-size": context.profile.config.tensor_parallel_size}
+    config = context.profile.config
+    keys = {
+        **config_keys(context),
+        "tensor-parallel-size": config.tensor_parallel_size,
+        "pipeline-parallel-size": config.pipeline_parallel_size,
+    }
     return document(context, keys=keys, start="vllm serve --config FILE", caveat=_caveat(context))
 
 

@@ -131,7 +131,6 @@ def test_replicas_for_a_rate_take_the_larger_of_rate_and_concurrency() -> None:
     replicas, reason = found(expected=Expected(rate_rps=10), safe_rate_rps=estimate(3.0, spread=0.1))
     assert replicas == 4
     assert "the safe rate of at least 2.7 requests/s" in reason
-    assert found(expected=Expected(rate_rps=10), data_parallel_size=2)[1].endswith("at 40 running each")
     assert found() == (None, "")
 
 

@@ -25,6 +25,16 @@ PLAIN = replace(
 )
 """An engine that can be told little and tells less."""
 
+SMALL = {
+    "why": "One share, so that the size of the KV cache may be fixed.",
+    "parameters": {
+        "max_num_seqs": {"choices": [4, 8], "why": "x"},
+        "max_num_batched_tokens": {"choices": [256], "why": "x"},
+        "gpu_memory_utilization": {"choices": [0.9], "why": "x"},
+    },
+    "cautious_start": {"max_num_seqs": 4, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9},
+}
+
 
 @pytest.mark.parametrize(
     ("engine", "told"),
@@ -93,3 +103,12 @@ def test_a_figure_that_cannot_be_told_is_not_an_unknown_one() -> None:
     declared = silent.model_copy(update={"not_applicable": ("kv_cache_usage_peak", "num_preemptions")})
     half = silent.model_copy(update={"not_applicable": ("num_preemptions",)})
     assert [keeps_headroom(stage) for stage in (known, silent, half, declared)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("name", ["kv_cache_memory_bytes", "quantization", "tensor_parallel_size", "enforce_eager"])
+def test_a_parameter_the_engine_does_not_have_is_named_with_the_engine(name: str) -> None:
+    """Dropped in silence, a job would answer for a setting that no launch had."""
+    value: object = {"quantization": "fp8", "enforce_eager": True}.get(name, 2)
+    job = load_job("embedded", {"engine": {"fixed": {name: value}}, "search_space": SMALL})
+    with pytest.raises(InputError, match=f"the engine builtin cannot be told engine.fixed.{name}"):
+        check_job(BUILTIN, job)

@@ -83,6 +83,11 @@ SETTINGS = [
     ({"max_num_active_seqs": 4}, "--max-num-active-seqs 4"),
     ({"max_num_scheduled_tokens": 128}, "--max-num-scheduled-tokens 128"),
     ({"watermark": 0.0123456789}, "--watermark 0.0123456789"),
+    ({"max_num_queued_reqs": 9}, "--max-num-queued-reqs 9"),
+    ({"max_num_queued_tokens": 9000}, "--max-num-queued-tokens 9000"),
+    ({"block_size": 32}, "--block-size 32"),
+    ({"num_gpu_blocks_override": 64}, "--num-gpu-blocks-override 64"),
+    ({"data_parallel_size": 2}, "--data-parallel-size 2"),
     ({"scheduler_reserve_full_isl": True}, "--scheduler-reserve-full-isl"),
     ({"scheduler_reserve_full_isl": False}, "--no-scheduler-reserve-full-isl"),
 ]
@@ -97,12 +102,20 @@ def test_every_parameter_that_is_set_reaches_the_engine(setting: dict[str, objec
     assert f" {flags} " in " ".join(line)
     serve = line[line.index("serve") :]
     asked = engine_config(parse_arguments(serve))
-    for name, value in config.model_dump(exclude_none=True).items():
+    for name, value in config.model_dump(exclude={"pipeline_parallel_size", "extra_args"}, exclude_none=True).items():
         assert getattr(asked, name) == value
     unset = EngineConfig(model="embedded")
     for name, value in config.model_dump().items():
         if value is None:
-            assert getattr(asked, name) == getattr(unset, name)
+            assert getattr(asked, name, None) == getattr(unset, name, None)
+
+
+def test_further_arguments_are_handed_on_as_they_are() -> None:
+    """What we have no name for can be set all the same."""
+    three = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.9}
+    config = TunedConfig.model_validate(three | {"extra_args": ["--seed", "7"]})
+    line = BUILTIN.command("embedded", config, EngineSpec(), port=1, served_model_name="x")
+    assert engine_config(parse_arguments(line[line.index("serve") :])).seed == 7
 
 
 @pytest.mark.parametrize("setting", [setting for setting, _ in SETTINGS])
