@@ -1,8 +1,10 @@
 """`kneetune bench` beside the truth: `python benchmarks/bench_truth.py`.
 
 A simulated engine with known step times is served over real HTTP and measured; what its law implies for the very
-requests that were sent is worked out by `law_truth.py`. Takes some 20 minutes; steps of 0.1 s and more keep what HTTP
-and a busy machine add well below the differences looked for.
+requests that were sent is worked out by `law_truth.py`. Steps of 0.1 s and more keep what HTTP adds below the
+differences looked for. A machine with other work on it wakes the engine and the client milliseconds late, which p95s
+show: the engine's own lateness is printed, to tell the two apart. Takes some 8 minutes, however many `--runs`: engines
+that only wait are measured side by side.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import yaml
 from law_truth import Truth, best_load, closed_loop
@@ -25,11 +30,12 @@ from engine.config import EngineConfig
 from tuner.bench_answer import BenchAnswer
 from tuner.records import StageRecord
 
+STEP_TIME = {"base_s": 0.1, "decode_token_s": 0.016, "prefill_token_s": 0.0002}
 LAW = {
     "description": "0.1 s a step, 16 ms a decoding request, 0.2 ms a prompt token",
     "max_model_len": 2048,
     "dtype": "float32",
-    "step_time": {"combine": "sum", "base_s": 0.1, "decode_token_s": 0.016, "prefill_token_s": 0.0002},
+    "step_time": {"combine": "sum", **STEP_TIME},
     "memory": {
         "total_bytes": 10**9,
         "weights_bytes": 1000,
@@ -49,10 +55,26 @@ LONG_RUN_S = (200.0, 2000.0)
 FIGURES = ("output tok/s", "TTFT p50", "TTFT p95", "ITL p50", "ITL p95")
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One stage beside the law."""
+
+    load: int
+    num_completed: int
+    valid: bool
+    seen: tuple[float, ...]
+    true: tuple[float, ...]
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """Of each figure, seen over true less 1, in percent."""
+        return tuple(100 * (seen / true - 1) for seen, true in zip(self.seen, self.true, strict=True))
+
+
 @contextmanager
-def _server(law: Path) -> Iterator[str]:
+def _server(law: Path, step_log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "engine", "serve", "embedded", "--port", "0", "--executor", "simulated"]
-    command += ["--law", str(law), "--max-num-seqs", str(FENCE)]
+    command += ["--law", str(law), "--max-num-seqs", str(FENCE), "--step-log", str(step_log)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None  # noqa: S101 - a pipe was asked for
@@ -64,9 +86,10 @@ def _server(law: Path) -> Iterator[str]:
 
 
 def _measure(folder: Path, law: Path, time: str) -> BenchAnswer:
+    folder.mkdir()
     workload = folder / "workload.yaml"
     workload.write_text(yaml.safe_dump(WORKLOAD), encoding="utf-8")
-    with _server(law) as url:
+    with _server(law, folder / "steps.jsonl") as url:
         options = [
             "--workload",
             str(workload),
@@ -77,7 +100,8 @@ def _measure(folder: Path, law: Path, time: str) -> BenchAnswer:
             "--out",
             str(folder / "out"),
         ]
-        subprocess.run([sys.executable, "-m", "tuner", "bench", url, *options], check=False)
+        command = [sys.executable, "-m", "tuner", "bench", url, *options]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return BenchAnswer.model_validate_json((folder / "out" / "bench.json").read_text(encoding="utf-8"))
 
 
@@ -109,30 +133,75 @@ def _curve(config: EngineConfig) -> dict[int, float]:
     }
 
 
+def _compared(config: EngineConfig, folder: Path, answer: BenchAnswer) -> list[Compared]:
+    requests = pd.read_parquet(folder / "out" / "requests.parquet")
+    return [
+        Compared(
+            load=stage.users,
+            num_completed=stage.num_completed,
+            valid=stage.valid,
+            seen=_measured(stage),
+            true=astuple(_truth(config, stage, requests)),
+        )
+        for stage in answer.stages
+    ]
+
+
+def _late_ms(step_log: Path) -> tuple[float, ...]:
+    """How much later than by the law steps ended that followed another at once: median, p95 and p99."""
+    steps = pd.read_json(step_log, lines=True)
+    by_law_s = STEP_TIME["base_s"] + STEP_TIME["decode_token_s"] * steps["decodes"]
+    by_law_s += STEP_TIME["prefill_token_s"] * steps["prefill_tokens"]
+    ends_s = steps["at_s"] + steps["execute_s"]
+    late_s = (ends_s.diff() - by_law_s)[steps["decodes"] > 0]
+    return tuple(1e3 * np.quantile(late_s, (0.5, 0.95, 0.99)))
+
+
+def _table(runs: Sequence[Sequence[Compared]]) -> Iterator[str]:
+    """A row a load: what the law says in the first run that measured it, and the differences of all runs."""
+    of_load: dict[int, list[Compared]] = defaultdict(list)
+    for stage in sorted((stage for run in runs for stage in run), key=lambda each: each.load):
+        of_load[stage.load].append(stage)
+    yield f"| load | requests | {' | '.join(FIGURES)} |"
+    yield f"| --- | --- | {' | '.join('---' for _ in FIGURES)} |"
+    for load, stages in of_load.items():
+        differences = zip(*(stage.differences for stage in stages), strict=True)
+        cells = [
+            f"{true:.4g} ({', '.join(f'{each:+.1f}' for each in found)} %)"
+            for true, found in zip(stages[0].true, differences, strict=True)
+        ]
+        invalid = "" if all(stage.valid for stage in stages) else " (left out)"
+        requests = ", ".join(str(stage.num_completed) for stage in stages)
+        yield f"| {load}{invalid} | {requests} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Measure, work out, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--time", default="90s", help="longest window of a stage")
+    parser.add_argument("--runs", type=int, default=1, help="engines, each with a bench of its own, side by side")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        law = folder / "known.yaml"
+        law = Path(name) / "known.yaml"
         law.write_text(yaml.safe_dump(LAW), encoding="utf-8")
-        answer = _measure(folder, law, parser.parse_args().time)
-        requests = pd.read_parquet(folder / "out" / "requests.parquet")
         config = EngineConfig(model="embedded", executor="simulated", law=str(law), max_num_seqs=FENCE)
-        print(f"| load | requests | {' | '.join(FIGURES)} |")
-        print(f"| --- | --- | {' | '.join('---' for _ in FIGURES)} |")
-        for stage in sorted(answer.stages, key=lambda each: each.load):
-            pairs = zip(_measured(stage), astuple(_truth(config, stage, requests)), strict=True)
-            cells = [f"{seen:.4g} ({100 * (seen / true - 1):+.1f} %)" for seen, true in pairs]
-            valid = "" if stage.valid else " (left out)"
-            print(f"| {stage.load}{valid} | {stage.num_completed} | {' | '.join(cells)} |")
+        folders = [Path(name) / f"run-{number}" for number in range(options.runs)]
+        with ThreadPoolExecutor(options.runs) as pool:
+            answers = list(pool.map(lambda folder: _measure(folder, law, options.time), folders))
+        runs = [_compared(config, folder, answer) for folder, answer in zip(folders, answers, strict=True)]
+        for line in _table(runs):
+            print(line)
+        for folder in folders:
+            p50, p95, p99 = _late_ms(folder / "steps.jsonl")
+            print(f"steps ended later than by the law: p50 {p50:.2f}, p95 {p95:.2f}, p99 {p99:.2f} ms")
         curve = _curve(config)
-        knee = best_load(curve)
-        print(f"knee by the law {knee}, found {answer.finding.load} {answer.finding.interval}")
-        if answer.finding.load is not None:
-            power = {load: x**5.5 / load for load, x in curve.items()}
-            print(f"power there over the best: {power[round(answer.finding.load)] / power[knee]:.3f}")
+    knee = best_load(curve)
+    power = {load: x**5.5 / load for load, x in curve.items()}
+    for answer in answers:
+        found = answer.finding
+        print(f"knee by the law {knee}, found {found.load} {found.interval}")
+        if found.load is not None:
+            print(f"power there over the best: {power[round(found.load)] / power[knee]:.3f}")
 
 
 if __name__ == "__main__":
