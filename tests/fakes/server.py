@@ -67,6 +67,9 @@ class StubEngine:
     tokens_per_message: int = 0
     preemptions: int | None = 0
     num_requests: int = 0
+    num_ended: int = 0
+    """Requests that were answered to their end."""
+
     num_in_flight: int = 0
     peak_in_flight: int = 0
     num_dropped: int = 0
@@ -189,6 +192,7 @@ class StubEngine:
                 await self._sleep(behaviour.itl_s, writer)
             writer.write(_chunk(event(frame)))
             self.generated_tokens += _num_tokens(frame)
+        self.num_ended += 1
         writer.write(_chunk(DONE) + b"0\r\n\r\n")
         return True
 
@@ -207,6 +211,8 @@ class StubEngine:
             'vllm:num_requests_waiting{engine="0"} 0.0',
             f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}',
             f'vllm:generation_tokens_total{{engine="0"}} {float(self.generated_tokens)}',
+            f'vllm:request_success_total{{engine="0",finished_reason="length"}} {float(self.num_ended)}',
+            f'vllm:request_success_total{{engine="0",finished_reason="abort"}} {float(self.num_dropped)}',
         ]
         if self.tokens_per_step is not None:
             steps = self.generated_tokens // self.tokens_per_step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -92,6 +92,12 @@ class LoadLog:
         count = bisect_left(self.event_times_s, end_s) - bisect_left(self.event_times_s, start_s)
         return count / (end_s - start_s)
 
+    def most_in_flight(self, start_s: float, end_s: float) -> int:
+        """The most requests in flight at any moment of a span, its ends included."""
+        first = bisect_right(self.in_flight_steps, start_s, key=_moment)
+        last = bisect_right(self.in_flight_steps, end_s, key=_moment)
+        return max((count for _, count in self.in_flight_steps[max(0, first - 1) : last]), default=0)
+
     def mean_held_back(self, start_s: float, end_s: float) -> float:
         """Time average of the users whose pause was over and who were not let send yet (Little's law)."""
         return sum(late_s for at_s, late_s in self.late_returns if start_s <= at_s < end_s) / (end_s - start_s)
@@ -103,3 +109,7 @@ class LoadLog:
         for (at_s, count), until_s in zip(self.in_flight_steps, ends, strict=False):
             area += count * max(0.0, min(until_s, end_s) - max(at_s, start_s))
         return area / (end_s - start_s)
+
+
+def _moment(step: tuple[float, int]) -> float:
+    return step[0]

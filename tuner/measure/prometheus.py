@@ -25,11 +25,12 @@ _PREFIX_HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_tota
 _STEPS = ("vllm:iteration_tokens_total_count",)
 _STEP_TOKENS = ("vllm:iteration_tokens_total_sum",)
 _MODEL_S = ("engine:step_seconds_sum",)
+_ENDED = ("vllm:request_success_total",)
 _WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _SNAPSHOT_NAMES = (
     *(*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS),
     *(*_PROMPT_TOKENS, *_GENERATION_TOKENS, *_PREFIX_QUERIES, *_PREFIX_HITS),
-    *(*_STEPS, *_STEP_TOKENS, *_MODEL_S, _WAITING_BY_REASON),
+    *(*_STEPS, *_STEP_TOKENS, *_MODEL_S, *_ENDED, _WAITING_BY_REASON),
 )
 
 _MEMORY_BYTES = "engine:memory_bytes"
@@ -62,6 +63,9 @@ class MetricsSnapshot:
     waiting_deferred: int | None = None
     """Of those waiting, the ones that wait for something else than room."""
 
+    requests_ended: int | None = None
+    """Since the start, without those whose client went away."""
+
     num_cores: int | None = None
     """How many engine cores count steps."""
 
@@ -86,6 +90,8 @@ def parse_snapshot(text: str, *, at_s: float) -> MetricsSnapshot:
     """Read a page. Several engines' gauges and counters are summed; of a name's old and new spelling one is read."""
     values: dict[str, list[float]] = {}
     for sample in _samples(text, _SNAPSHOT_NAMES):
+        if sample.labels.get("finished_reason") == "abort":
+            continue
         deferred = sample.name == _WAITING_BY_REASON and sample.labels.get("reason") == "deferred"
         values.setdefault("deferred" if deferred else sample.name, []).append(sample.value)
 
@@ -108,6 +114,7 @@ def parse_snapshot(text: str, *, at_s: float) -> MetricsSnapshot:
         prefix_queries=total(_PREFIX_QUERIES),
         prefix_hits=total(_PREFIX_HITS),
         waiting_deferred=total(("deferred",)),
+        requests_ended=total(_ENDED),
         num_cores=None if steps is None else len(steps),
         steps=total(_STEPS),
         step_tokens=total(_STEP_TOKENS),

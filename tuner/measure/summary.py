@@ -12,13 +12,11 @@ from tuner.load.log import LoadLog
 from tuner.measure import latency, steady
 from tuner.measure.latency import Window
 from tuner.measure.memory import memory_figures
+from tuner.measure.others import FEWEST_SCRAPES, foreign_ended, foreign_in_flight
 from tuner.measure.prometheus import MetricsSnapshot, Number, increase
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.validity import Evidence, invalid_reasons
 from tuner.records import EndedBy, Estimate, RequestRecord, StageRecord, StepFigures
-
-FEWEST_SCRAPES = 10
-"""So many must tell how full the engine was before that is held against the sender's count."""
 
 _UNKNOWN = float("nan")
 
@@ -217,6 +215,8 @@ def _evidence(
         littles_law_ratio=steady.littles_law_ratio(completed, window, mean_in_flight=mean_in_flight),
         mean_e2e_s=mean_e2e_s(completed),
         engine_in_flight=_engine_in_flight(inside),
+        foreign_in_flight=foreign_in_flight(inside, log),
+        foreign_ended=foreign_ended(seen.before, seen.after, records),
         send_slip_p95_ms=latency.percentile(_slips_ms(records, window), 0.95).value,
         mean_held_back=log.mean_held_back(window.start_s, window.end_s),
         loop_lag_p95_ms=latency.percentile(lags_ms, 0.95).value,

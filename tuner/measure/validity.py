@@ -20,8 +20,18 @@ CLIENT_BOUND = "client bound"
 """Begins every reason by which the load generator was the limit and not the engine."""
 
 ENGINE_TOLERANCE = 0.5
-"""The engine's count of requests may differ from the sender's by this share, or by two requests: it is scraped a few
-times a second, and a request spends some of its time on the way."""
+"""The engine's count of requests may be below the sender's by this share, or by two requests: it is scraped a few times
+a second, and a request spends some of its time on the way."""
+
+MAX_FOREIGN_SHARE = 0.05
+"""Requests of others that are let pass, as a share of ours: they cost no more of a figure than that."""
+
+MIN_FOREIGN = 0.5
+"""Half a request always: several engines behind one server are not read at one moment."""
+
+FOREIGN_AT_THE_ENDS = 3
+"""Besides all that are in flight: so many more may have ended by the engine's count and not yet, or no more, by ours
+where the window begins and where it ends."""
 
 MAX_SLIP_SHARE = 0.05
 """Most of TTFT that may be the sender's own lateness, both at p95."""
@@ -99,6 +109,12 @@ class Evidence:
     engine_in_flight: float | None
     """Running and waiting, as the engine said on average."""
 
+    foreign_in_flight: float | None
+    """Of those, at most scrapes, that are not ours."""
+
+    foreign_ended: int | None
+    """Requests that ended in the window by the engine's counter and are not ours."""
+
     send_slip_p95_ms: float
     mean_held_back: float
     """Users whose pause was over and whom the sender had not let send yet, on average."""
@@ -117,7 +133,7 @@ class Evidence:
 
 def invalid_reasons(seen: Evidence) -> tuple[str, ...]:
     """Why the stage's figures are not to be used; empty for a valid stage."""
-    return (*_ending(seen), *_answers(seen), *_workload(seen), *_consistency(seen), *_client(seen))
+    return (*_ending(seen), *_answers(seen), *_workload(seen), *_consistency(seen), *_others(seen), *_client(seen))
 
 
 def _ending(seen: Evidence) -> Iterator[str]:
@@ -210,11 +226,25 @@ def _consistency(seen: Evidence) -> Iterator[str]:
             f"more than {tolerance:.0%} off"
         )
     inside = seen.engine_in_flight
-    if inside is not None and abs(inside - seen.mean_in_flight) > max(2.0, ENGINE_TOLERANCE * seen.mean_in_flight):
+    if inside is not None and seen.mean_in_flight - inside > max(2.0, ENGINE_TOLERANCE * seen.mean_in_flight):
         yield (
             f"another count: the engine had {inside:.2f} requests on average where {seen.mean_in_flight:.2f} "
-            f"of ours were in flight, more than {ENGINE_TOLERANCE:.0%} off"
+            f"of ours were in flight, more than {ENGINE_TOLERANCE:.0%} fewer"
         )
+
+
+def _others(seen: Evidence) -> Iterator[str]:
+    """Requests that are not ours: what the engine does for them it does not do for us."""
+    beside, ours = seen.foreign_in_flight, seen.mean_in_flight
+    if beside is not None and beside > MIN_FOREIGN + MAX_FOREIGN_SHARE * ours:
+        yield (
+            f"others use this server: {beside:g} requests running or waiting that are not ours, "
+            f"beside {ours:.2f} of ours"
+        )
+        return
+    ended, num_ours = seen.foreign_ended, seen.num_completed + seen.num_failed
+    if ended is not None and ended > FOREIGN_AT_THE_ENDS + ours + MAX_FOREIGN_SHARE * num_ours:
+        yield f"others use this server: {ended} requests ended that are not ours, beside {num_ours} of ours"
 
 
 def _client(seen: Evidence) -> Iterator[str]:

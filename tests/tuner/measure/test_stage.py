@@ -12,6 +12,8 @@ import pytest
 
 from tests.fakes.server import Behaviour, StubEngine, running_stub
 from tuner.answer import Slo
+from tuner.load.generator import ClosedLoop
+from tuner.load.prompts import conversations
 from tuner.load.workload import WorkloadError, load_workload
 from tuner.measure.memory import EngineMemory
 from tuner.measure.stage import MeasuredStage, StageSpec, Target, measure_stage
@@ -63,6 +65,22 @@ async def test_a_sound_stage_reports_what_the_stub_did() -> None:
     counted = [request for request in measured.requests if not request.warm_up]
     assert len(counted) == record.num_completed
     assert StageRecord.model_validate_json(record.model_dump_json()) == record
+
+
+def _says_others(record: StageRecord) -> bool:
+    return any(reason.startswith("others use this server") for reason in record.invalid_reasons)
+
+
+async def test_others_on_the_server_are_told_from_our_own_requests() -> None:
+    """Two benches on one server would each take the other's load for the engine's, and derive limits from it."""
+    theirs = conversations(TINY, token_ids=range(50, 90), max_model_len=99, entropy=(9,))
+    async with running_stub(Behaviour(ttft_s=0.02, itl_s=0.01)) as stub:
+        await measure(stub, load=16)
+        alone = (await measure(stub, load=1)).record
+        async with ClosedLoop(endpoint=stub.endpoint, model="m", load=1, prompts=theirs):
+            beside = (await measure(stub, load=1)).record
+    assert not _says_others(alone), alone.invalid_reasons
+    assert _says_others(beside), beside.invalid_reasons
 
 
 async def test_the_engines_steps_are_counted_over_the_window() -> None:
