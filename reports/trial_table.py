@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from reports.tables import Cell, Table
 from tuner import wording
+from tuner.analysis.fence import ladder_knee
 from tuner.analysis.graph_grid import stages_to_stand_on
-from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import operating_point
 from tuner.answer import KneeFinding, Recommendation, Slo
 from tuner.records import Measured, StageRecord, TrialRecord, TrialRole
@@ -35,7 +35,7 @@ def _finding(trial: TrialRecord, recommendation: Recommendation) -> KneeFinding 
         return recommendation.knee
     if trial.role is not TrialRole.STUDY or not isinstance(trial.outcome, Measured):
         return None
-    return find_knee(points_of(trial.outcome.stages), fence=trial.config.fence)
+    return ladder_knee(trial.outcome.stages, fence=trial.config.fence)
 
 
 def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None) -> tuple[Cell, ...]:

@@ -221,7 +221,8 @@ def _plan(server: Server, options: BenchOptions) -> Plan:
     if options.loads:
         steps = tuple(LadderStep(kind=StageKind.LADDER, load=load) for load in sorted(set(options.loads)))
         return FixedSteps(steps=steps, slo=slo)
-    return Ladder(max_num_seqs=_fence(server, options), max_load=options.max_load, slo=slo)
+    thinks = options.workload.thinks
+    return Ladder(max_num_seqs=_fence(server, options), max_load=options.max_load, thinks=thinks, slo=slo)
 
 
 def _task(server: Server, options: BenchOptions, *, first_request_s: float) -> Climb:

@@ -143,8 +143,8 @@ def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
         index=index,
         kind=step.kind,
         load=users,
-        # No load is above a fence that is not known.
-        max_num_seqs=users if task.fence is None else task.fence,
+        # Nothing is above a fence that is not known.
+        max_num_seqs=sys.maxsize if task.fence is None else task.fence,
         workload=workload,
         entropy=(*task.entropy, index),
         min_requests=min_requests,

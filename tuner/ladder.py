@@ -39,6 +39,9 @@ class Ladder(Record):
     """The fence; None: the engine does not tell, and it is recognised from what runs and waits."""
 
     max_load: int
+    thinks: bool = False
+    """Whether users pause between requests: more of them than the fence may then be needed to meet it."""
+
     slo: Slo | None = None
     """Limits in force, for the stage where an operating point should stand; None: those its own load 1 gives."""
 
@@ -52,6 +55,10 @@ class Ladder(Record):
     def fence(self, stages: Sequence[StageRecord]) -> int | None:
         """The fence as told, or as these stages show it; None while neither does."""
         return recognised_fence(stages) if self.max_num_seqs is None else self.max_num_seqs
+
+    def rungs(self, fence: int | None) -> list[int]:
+        """The loads to double through; where users think, whether the fence is met shows only as they are measured."""
+        return rungs(None if self.thinks else fence, self.max_load)
 
 
 class FixedSteps(Record):
@@ -101,7 +108,7 @@ def most_stages(plan: Plan) -> int:
         case RateSearch():
             return plan.most_stages
         case Ladder():
-            return len(rungs(plan.max_num_seqs, plan.max_load)) + MOST_BETWEEN_RUNGS + 1
+            return len(plan.rungs(plan.max_num_seqs)) + MOST_BETWEEN_RUNGS + 1
 
 
 def rungs(fence: int | None, max_load: int) -> list[int]:
@@ -130,10 +137,12 @@ def _next_rung(plan: Ladder, fence: int | None, stages: Sequence[StageRecord]) -
     if any(stage.kind is not StageKind.LADDER for stage in stages):
         return None
     climbed = {stage.load for stage in stages}
-    left = [load for load in rungs(fence, plan.max_load) if load not in climbed]
+    left = [load for load in plan.rungs(fence) if load not in climbed]
     above = [load for load in left if load == 1 or load >= plan.start]
     # What looks like a knee may be a fence that nobody told of: one rung more shows which.
     unclear = fence is None and any(is_held_back(stage) for stage in stages)
+    if plan.thinks and any(stage.fenced for stage in stages):
+        above = []
     if above and (unclear or not past_the_knee(points_of(stages))):
         return LadderStep(kind=StageKind.LADDER, load=above[0])
     skipped = [load for load in left if load < plan.start]
@@ -195,7 +204,9 @@ def _closing_overload(plan: Ladder, fence: int | None, stages: Sequence[StageRec
     """One stage past the fence, unless a ladder that did not know of it has been there already."""
     if fence is None or any(stage.kind is StageKind.OVERLOAD for stage in stages):
         return None
-    load = min(OVERLOAD_FACTOR * fence, plan.max_load)
+    top = max(stages, key=lambda stage: stage.load)
+    pausing = math.ceil(top.load - top.mean_in_flight) if plan.thinks else 0
+    load = min(OVERLOAD_FACTOR * fence + pausing, plan.max_load)
     if load <= fence or any(stage.load >= load for stage in stages):
         return None
     return LadderStep(kind=StageKind.OVERLOAD, load=load)

@@ -84,7 +84,7 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
     study = min(job.budget.trials, num_possible)
     confirmations = CONFIRMATION_LAUNCHES + MAX_PROTECTIVE_LAUNCHES + 1
     fence = max(job.config(values).fence for values in combinations(job.search_space))
-    ladder_stages = most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load))
+    ladder_stages = most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load, thinks=job.workload.thinks))
     confirming_stages = CONFIRMATION_LAUNCHES * CONFIRMATION_STAGES + MAX_PROTECTIVE_LAUNCHES * PROTECTIVE_STAGES
     confirming_stages += SAFE_RATE_STAGES
     # The first ladder is climbed alone: the others need what it tells.

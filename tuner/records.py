@@ -158,8 +158,11 @@ class StageRecord(Record):
 
     loop: Loop = "closed"
 
+    thinks: bool = False
+    """Whether its users pause between requests, so that fewer are in flight than there are users."""
+
     fenced: bool
-    """Whether load is above the fence, so that the rest waits in the queue by our own limit."""
+    """Whether more requests wanted to run than the fence lets, so that the rest waits in the queue by our own limit."""
 
     workload_hash: str
     prefix_cache_reset: PrefixCacheReset | None = None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tuner.analysis.fence import ladder_knee
 from tuner.analysis.graph_grid import stages_to_stand_on
 from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import derive_slo, least_violating_stage, operating_point, violations
@@ -184,7 +185,9 @@ class _Search:
         # Confirming launches go one by one, and take as long as so many side by side.
         launches.expect(num_left + at_once * (CONFIRMATION_LAUNCHES // 2), at_once=at_once)
         slo, start = self._findings.slo, self._findings.start
-        ladder = Ladder(max_num_seqs=config.fence, max_load=job.max_load, slo=slo, start=start)
+        ladder = Ladder(
+            max_num_seqs=config.fence, max_load=job.max_load, thinks=job.workload.thinks, slo=slo, start=start
+        )
         launches.start(TrialRole.STUDY, config, origin=proposal.origin, plan=ladder)
         self._running[config] = proposal
 
@@ -302,7 +305,7 @@ def _tell(study: Study, proposal: Proposal, trial: TrialRecord, slo: Slo | None)
     if slo is None:
         study.tell_infeasible(proposal, {"works": 1.0}, "no limits are known: no stage at load 1 was valid")
         return
-    knee = find_knee(points_of(outcome.stages), fence=trial.config.fence)
+    knee = ladder_knee(outcome.stages, fence=trial.config.fence)
     point = operating_point(stages_to_stand_on(outcome), knee, slo)
     if point is None:
         nearest = least_violating_stage(outcome.stages, slo)

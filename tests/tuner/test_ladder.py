@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.records import estimate, stage
-from tuner.analysis.fence import fenced_beyond
+from tuner.analysis.benched import Asked, conclude
+from tuner.analysis.fence import fenced_beyond, ladder_knee
 from tuner.analysis.graph_grid import grid_floor, is_on_grid
 from tuner.analysis.knee import find_knee, points_of
 from tuner.answer import LadderVerdict, Slo
 from tuner.engine_config import EngineConfig
 from tuner.ladder import FixedSteps, Ladder, LadderStep, most_stages, next_step, rungs
+from tuner.measure.past_fence import is_past_fence
 from tuner.records import StageKind, StageRecord
 
 
@@ -95,6 +97,52 @@ def test_limits_are_left_at_a_fence_with_a_graph() -> None:
     stages = _climb(plan, lambda n: 1000 * n / (8 + n))
 
     assert max(each.load for each in stages if each.itl_p95_ms.value <= slo.itl_p95_ms) == 24
+
+
+def _thinking(plan: Ladder, *, fence: int, service_s: float, think_s: float) -> list[StageRecord]:
+    """All stages of users who think, on an engine that serves `fence` at once and slows down with none of them.
+
+    A fluid model: as many are in flight as a cycle's share in service says, and beyond the fence the rest waits.
+    """
+    stages: list[StageRecord] = []
+    while (step := next_step(plan, stages)) is not None:
+        users = int(step.load)
+        rate_rps = min(users / (service_s + think_s), fence / service_s)
+        in_flight = users - rate_rps * think_s
+        running = min(in_flight, fence)
+        seen = {
+            "thinks": True,
+            "mean_in_flight": in_flight,
+            "mean_running": running,
+            "mean_waiting": in_flight - running,
+            "request_throughput_rps": rate_rps,
+            "output_throughput": estimate(100 * rate_rps, spread=0.02),
+            "num_preemptions": 0,
+        }
+        made = stage(_config(fence), users, index=len(stages), kind=step.kind).model_copy(update=seen)
+        stages.append(made.model_copy(update={"fenced": is_past_fence(made, fence)}))
+        assert len(stages) < 40
+    return stages
+
+
+def test_users_who_think_are_climbed_past_the_fence() -> None:
+    """Eight seats hold 88 users who think ten times as long as they are served: the fence is met there, not at 8."""
+    plan = Ladder(max_num_seqs=8, max_load=1024, thinks=True)
+    stages = _thinking(plan, fence=8, service_s=1.0, think_s=10.0)
+    climbed = [each for each in stages if each.kind is StageKind.LADDER]
+    assert [each.load for each in climbed] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert [each.load for each in climbed if each.fenced] == [128]
+    assert ladder_knee(stages, fence=8).verdict is LadderVerdict.FENCED
+    assert climbed[-1].mean_in_flight >= 2 * 8
+    assert len(stages) <= most_stages(plan)
+
+
+def test_a_ladder_of_thinking_users_below_the_fence_is_not_fenced() -> None:
+    """Where nothing waits at the largest load allowed, nobody is sent to raise max_num_seqs."""
+    stages = _thinking(Ladder(max_num_seqs=8, max_load=64, thinks=True), fence=8, service_s=1.0, think_s=10.0)
+    assert not any(each.fenced for each in stages)
+    assert ladder_knee(stages, fence=8).verdict is LadderVerdict.NOT_REACHED
+    assert conclude(stages, Asked(fence=8, fence_source="told")).finding.verdict is LadderVerdict.NOT_REACHED
 
 
 def test_an_engine_that_scales_for_ever_ends_at_the_fence() -> None:

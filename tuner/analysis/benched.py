@@ -8,8 +8,8 @@ from typing import Literal
 
 from tuner.analysis.combine import operating_point_of
 from tuner.analysis.diagnosis import diagnose
-from tuner.analysis.fence import fenced_beyond, is_held_back, recognised_fence
-from tuner.analysis.knee import find_knee, point_of, points_of
+from tuner.analysis.fence import fenced_beyond, is_held_back, ladder_knee, recognised_fence
+from tuner.analysis.knee import point_of
 from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
 from tuner.analysis.outage import outage
 from tuner.analysis.rates import SHORT_STAGES, safe_rate_found
@@ -69,7 +69,7 @@ def conclude(stages: Sequence[StageRecord], asked: Asked) -> Benched:
         points = [OpenLoopPoint(point=point_of(s), request_throughput_rps=s.request_throughput_rps) for s in rated]
         finding, _ = find_open_loop_knee(points, fence=fence, seed=asked.seed)
     else:
-        finding = find_knee(points_of(closed), fence=fence, seed=asked.seed)
+        finding = ladder_knee(closed, fence=fence, seed=asked.seed)
     because: tuple[str, ...] = ()
     if asked.config is not None and closed:
         diagnosed = diagnose(closed, finding, asked.config)

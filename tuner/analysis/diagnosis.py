@@ -14,7 +14,7 @@ from tuner.records import CLIMB_KINDS, EngineFacts, StageRecord
 
 FULL_KV_CACHE = 0.95
 WAITING_SHARE = 0.1
-"""Share of the load that must be seen waiting before waiting means anything."""
+"""Share of the requests in flight that must be seen waiting before waiting means anything."""
 
 NEAR_FENCE = 0.9
 FULL_BUDGET = 0.5
@@ -184,7 +184,7 @@ def _queue(bend: Bend, config: EngineConfig) -> Finding | None:
     past, waiting = bend.past, bend.waiting
     if past.mean_running is None or waiting is None:
         return Finding(binding=None, evidence=(f"running or waiting requests are unknown at load {past.load}",))
-    if waiting < WAITING_SHARE * past.load:
+    if waiting < WAITING_SHARE * past.mean_in_flight:
         return None
     queued = f"at load {past.load} {waiting:.1f} requests wait while {past.mean_running:.1f} run and KV blocks are free"
     if past.mean_running >= NEAR_FENCE * config.fence:

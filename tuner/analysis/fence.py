@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from tuner.analysis.diagnosis import FULL_KV_CACHE, WAITING_SHARE
+from tuner.analysis.knee import find_knee, points_of
+from tuner.answer import KneeFinding
+from tuner.measure.past_fence import is_past_fence
 from tuner.records import StageRecord
 
 PINNED = 0.9
@@ -20,7 +23,10 @@ SAME_FENCE = 0.03
 """The peaks of two stages at one fence may differ by this share: scrapes do not see every step."""
 
 QUEUED = 0.5
-"""Share of the load that was added which must be found waiting: at a fence all of it."""
+"""Share of the requests that came in addition which must be found waiting: at a fence all of them."""
+
+NUM_BOOTSTRAP = 500
+"""Ladders that are resampled for the knee's interval."""
 
 
 def recognised_fence(stages: Sequence[StageRecord]) -> int | None:
@@ -42,19 +48,31 @@ def is_held_back(stage: StageRecord) -> bool:
     if stage.num_preemptions is None or stage.kv_cache_usage_peak is None:
         return False
     short_of_blocks = stage.num_preemptions > 0 or stage.kv_cache_usage_peak >= FULL_KV_CACHE
-    waits = stage.mean_waiting >= WAITING_SHARE * stage.load
+    waits = stage.mean_waiting >= WAITING_SHARE * stage.mean_in_flight
     return waits and not short_of_blocks and stage.mean_running >= PINNED * stage.peak_running
 
 
 def fenced_beyond(stages: Sequence[StageRecord], fence: int | None) -> list[StageRecord]:
-    """The same stages, those whose load is above `fence` marked as past it; none is where no fence is known."""
-    return [stage.model_copy(update={"fenced": fence is not None and stage.load > fence}) for stage in stages]
+    """The same stages, those past `fence` marked so; none is where no fence is known."""
+    return [stage.model_copy(update={"fenced": fence is not None and is_past_fence(stage, fence)}) for stage in stages]
+
+
+def ladder_knee(
+    stages: Sequence[StageRecord], *, fence: int | None, seed: int = 0, num_bootstrap: int = NUM_BOOTSTRAP
+) -> KneeFinding:
+    """The knee of a ladder on an engine with that fence.
+
+    Users who think are no requests: as many of them as the fence say nothing, and only a stage past it tells that it
+    was met.
+    """
+    by_users = None if any(stage.thinks for stage in stages) else fence
+    return find_knee(points_of(stages), fence=by_users, seed=seed, num_bootstrap=num_bootstrap)
 
 
 def _only_the_queue_grows(low: StageRecord, high: StageRecord) -> bool:
-    if high.load == low.load or abs(_peak(high) - _peak(low)) > SAME_FENCE * _peak(high):
+    if high.mean_in_flight <= low.mean_in_flight or abs(_peak(high) - _peak(low)) > SAME_FENCE * _peak(high):
         return False
-    return (high.mean_waiting or 0.0) - (low.mean_waiting or 0.0) >= QUEUED * (high.load - low.load)
+    return (high.mean_waiting or 0.0) - (low.mean_waiting or 0.0) >= QUEUED * (high.mean_in_flight - low.mean_in_flight)
 
 
 def _peak(stage: StageRecord) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.analysis.capacity import is_inside
+from tuner.analysis.fence import ladder_knee
 from tuner.analysis.graph_grid import stages_to_stand_on
-from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.noise import launch_noise, widened
 from tuner.analysis.pareto import overlap, smaller_first
 from tuner.analysis.slo import (
@@ -126,7 +126,7 @@ def choose_protective(
     ranked = []
     for trial, measured in _studied(trials):
         for stage in _open_stages(stages_to_stand_on(measured)):
-            config = _below(ceiling, trial.config, stage.users)
+            config = _below(ceiling, trial.config, min(stage.users, trial.config.fence))
             if config is None:
                 continue
             order = (
@@ -216,7 +216,7 @@ def _open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
 
 
 def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoice | None:
-    knee = find_knee(points_of(measured.stages), fence=trial.config.fence)
+    knee = ladder_knee(measured.stages, fence=trial.config.fence)
     stage = operating_point(stages_to_stand_on(measured), knee, slo)
     if stage is None:
         return None
@@ -228,7 +228,8 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
         f"no preemption, KV use at most {_percent(stage.kv_cache_usage_peak)}",
         f"the ladder of trial {trial.number} {bend}",
     )
-    config = trial.config.fenced(stage.users)
+    # Users who think may be more than the fence lets run.
+    config = trial.config.fenced(min(stage.users, trial.config.fence))
     return ProductionChoice(trial=trial, knee=knee, stage=stage, config=config, evidence=evidence)
 
 
@@ -388,7 +389,7 @@ def _invalid_beyond(top: int, measured: Sequence[tuple[TrialRecord, Measured]]) 
 
 
 def _finding(trial: TrialRecord, outcome: Measured) -> KneeFinding:
-    return find_knee(points_of(outcome.stages), fence=trial.config.fence, num_bootstrap=1)
+    return ladder_knee(outcome.stages, fence=trial.config.fence, num_bootstrap=1)
 
 
 def _over(name: str, measured: Estimate, limit_ms: float) -> str:

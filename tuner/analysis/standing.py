@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tuner.analysis.fence import ladder_knee
 from tuner.analysis.graph_grid import stages_to_stand_on
-from tuner.analysis.knee import find_knee, points_of
 from tuner.analysis.slo import complies, derive_slo, operating_point
 from tuner.answer import Slo
 from tuner.records import FailureKind, StageRecord, TrialRecord, TrialRole
@@ -57,6 +57,6 @@ def _point(trial: TrialRecord, slo: Slo) -> StageRecord | None:
         return None
     stages = trial.outcome.stages
     stage = operating_point(
-        stages_to_stand_on(trial.outcome), find_knee(points_of(stages), fence=trial.config.fence, num_bootstrap=0), slo
+        stages_to_stand_on(trial.outcome), ladder_knee(stages, fence=trial.config.fence, num_bootstrap=0), slo
     )
     return stage if stage is not None and complies(stage, slo) else None

@@ -13,6 +13,7 @@ from tuner.measure import latency, steady
 from tuner.measure.latency import Window
 from tuner.measure.memory import memory_figures
 from tuner.measure.others import FEWEST_SCRAPES, foreign_ended, foreign_in_flight
+from tuner.measure.past_fence import is_past_fence
 from tuner.measure.prometheus import MetricsSnapshot, Number, increase
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.validity import Evidence, invalid_reasons
@@ -87,12 +88,13 @@ def summarise(
     trend = steady.has_trend(arrivals_s, window, tolerance=steady.UNSTEADY_TOLERANCE)
     evidence = _evidence(spec, seen, log, records=records, inside=inside, trend=trend)
     reasons = invalid_reasons(evidence)
-    return StageRecord(
+    record = StageRecord(
         index=spec.index,
         kind=spec.kind,
         load=spec.load,
         loop=spec.workload.loop,
-        fenced=spec.workload.loop != "open" and spec.load > spec.max_num_seqs,
+        thinks=spec.workload.thinks,
+        fenced=False,
         workload_hash=spec.workload.hash,
         warm_up_s=window.start_s,
         transient_s=seen.transient_s,
@@ -134,6 +136,7 @@ def summarise(
         valid=not reasons,
         invalid_reasons=reasons,
     )
+    return record.model_copy(update={"fenced": is_past_fence(record, spec.max_num_seqs)})
 
 
 def _steps(seen: Seen) -> StepFigures | None:
