@@ -13,6 +13,7 @@ from tuner.engine_config import EngineConfig
 from tuner.frozen import Record
 from tuner.ladder_answer import AnswerVerdict, LadderAnswer
 from tuner.load.workload import Workload
+from tuner.measure.validity import CLIENT_BOUND, OTHERS
 from tuner.records import Estimate, StageRecord
 
 UNKNOWN_ENGINE = "unknown"
@@ -135,7 +136,18 @@ def _move(answer: BenchAnswer) -> str:
         case AnswerVerdict.ALREADY_SATURATED:
             return "send shorter requests (--workload), or give the server more hardware"
         case AnswerVerdict.TOO_FEW_STAGES:
-            return "see above why stages were left out, and give them more time: --time"
+            return _more_stages(answer)
+
+
+def _more_stages(answer: BenchAnswer) -> str:
+    """What keeps most stages from counting is what to change."""
+    reasons = [reason for stage in answer.stages for reason in stage.invalid_reasons]
+    spoilt = {start: sum(reason.startswith(start) for reason in reasons) for start in (OTHERS, CLIENT_BOUND)}
+    if spoilt[OTHERS]:
+        return "take the others off the server while it is measured, or measure a replica that nobody uses"
+    if spoilt[CLIENT_BOUND] > len(reasons) / 2:
+        return "measure from a machine with cores to spare: the load generator was late by its own doing"
+    return "see above why stages were left out, and give them more time: --time"
 
 
 def _at_the_fence(answer: BenchAnswer) -> str:

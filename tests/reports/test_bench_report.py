@@ -78,3 +78,18 @@ def test_a_fence_is_not_to_be_raised_where_the_limits_are_left_below_it() -> Non
     assert "does not help" in move
     wide = answer.slo.model_copy(update={"ttft_p95_ms": 1e6, "itl_p95_ms": 1e6})
     assert "higher max_num_seqs and measure again" in next_move(answer.model_copy(update={"slo": wide}))
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("others use this server: 4 requests running or waiting", "take the others off the server"),
+        ("client bound: requests left 80 ms late", "machine with cores to spare"),
+        ("not steady: tokens came clearly faster", "--time"),
+    ],
+)
+def test_what_spoilt_the_stages_is_what_to_change(reason: str, told: str) -> None:
+    """More time makes no room on a server that others use, and no core on a machine without one."""
+    spoilt = {"valid": False, "invalid_reasons": (reason,)}
+    answer = bench_answer(tuple(stage.model_copy(update=spoilt) for stage in ladder(CHOSEN)))
+    assert told in next_move(answer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tuner.analysis.roofline import StepShares, step_ms, step_shares
 from tuner.answer import Binding, KneeFinding, LadderVerdict
 from tuner.engine_config import EngineConfig
-from tuner.measure.validity import CLIENT_BOUND
+from tuner.measure.validity import CLIENT_BOUND, OTHERS
 from tuner.records import CLIMB_KINDS, EngineFacts, StageRecord
 
 FULL_KV_CACHE = 0.95
@@ -131,10 +131,12 @@ def _client(stages: Sequence[StageRecord], knee: KneeFinding) -> Finding | None:
     ladder = climbed(stages)
     top = ladder[-1].load if ladder else 0
     beyond = [stage for stage in stages if stage.load > top and stage.kind in CLIMB_KINDS and not stage.valid]
-    reasons = [reason for stage in beyond for reason in stage.invalid_reasons if reason.startswith(CLIENT_BOUND)]
+    said = [stage.invalid_reasons for stage in beyond if not any(r.startswith(OTHERS) for r in stage.invalid_reasons)]
+    reasons = [reason for each in said for reason in each if reason.startswith(CLIENT_BOUND)]
     if knee.verdict not in (LadderVerdict.NOT_REACHED, LadderVerdict.TOO_FEW_STAGES) or not reasons:
         return None
-    return Finding(binding="client", evidence=(f"beyond load {top} the load generator is the limit: {reasons[0]}",))
+    where = f"beyond load {top}" if ladder else "from the first load on"
+    return Finding(binding="client", evidence=(f"{where} the load generator is the limit: {reasons[0]}",))
 
 
 def _fence_evidence(stages: Sequence[StageRecord], config: EngineConfig) -> Iterator[str]:

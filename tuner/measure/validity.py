@@ -19,6 +19,9 @@ MIN_COMPLETED = 5
 CLIENT_BOUND = "client bound"
 """Begins every reason by which the load generator was the limit and not the engine."""
 
+OTHERS = "others use this server"
+"""Begins every reason by which the engine served more than our requests."""
+
 ENGINE_TOLERANCE = 0.5
 """The engine's count of requests may be below the sender's by this share, or by two requests: it is scraped a few times
 a second, and a request spends some of its time on the way."""
@@ -237,14 +240,11 @@ def _others(seen: Evidence) -> Iterator[str]:
     """Requests that are not ours: what the engine does for them it does not do for us."""
     beside, ours = seen.foreign_in_flight, seen.mean_in_flight
     if beside is not None and beside > MIN_FOREIGN + MAX_FOREIGN_SHARE * ours:
-        yield (
-            f"others use this server: {beside:g} requests running or waiting that are not ours, "
-            f"beside {ours:.2f} of ours"
-        )
+        yield (f"{OTHERS}: {beside:g} requests running or waiting that are not ours, beside {ours:.2f} of ours")
         return
     ended, num_ours = seen.foreign_ended, seen.num_completed + seen.num_failed
     if ended is not None and ended > FOREIGN_AT_THE_ENDS + ours + MAX_FOREIGN_SHARE * num_ours:
-        yield f"others use this server: {ended} requests ended that are not ours, beside {num_ours} of ours"
+        yield f"{OTHERS}: {ended} requests ended that are not ours, beside {num_ours} of ours"
 
 
 def _client(seen: Evidence) -> Iterator[str]:

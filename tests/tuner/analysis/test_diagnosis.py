@@ -137,6 +137,19 @@ def test_a_ladder_that_ends_at_the_client_says_so() -> None:
     finding = diagnose(ladder, KneeFinding(verdict=LadderVerdict.NOT_REACHED), records.CHOSEN)
     assert finding.binding == "client"
     assert "80.00 ms late" in finding.evidence[0]
+    assert "beyond load 16" in finding.evidence[0]
+
+
+def test_a_server_that_others_use_is_not_the_clients_fault() -> None:
+    """Where somebody else's load spoilt the stages, a faster client would change nothing."""
+    reasons = ("others use this server: 4 requests running", "client bound: requests left 80.00 ms late (p95)")
+    ladder = [stage.model_copy(update={"valid": False, "invalid_reasons": reasons}) for stage in COMPUTE.ladder()]
+    finding = diagnose(ladder, KneeFinding(verdict=LadderVerdict.TOO_FEW_STAGES), records.CHOSEN)
+    assert finding.binding is None
+    late = [stage.model_copy(update={"invalid_reasons": reasons[1:]}) for stage in ladder]
+    told = diagnose(late, KneeFinding(verdict=LadderVerdict.TOO_FEW_STAGES), records.CHOSEN)
+    assert told.binding == "client"
+    assert "from the first load on" in told.evidence[0]
 
 
 def test_an_old_record_without_steps_is_still_read() -> None:
