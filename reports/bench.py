@@ -82,7 +82,7 @@ def _stages(answer: BenchAnswer) -> Table:
         head,
         tuple(
             (
-                Cell(f"{wording.number(stage.load)}/s" if stage.loop == "open" else str(stage.load)),
+                Cell(wording.load(stage)),
                 cell(stage.output_throughput, "tok/s"),
                 cell(stage.ttft_p95_ms, "ms"),
                 cell(stage.itl_p95_ms, "ms"),

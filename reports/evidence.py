@@ -113,7 +113,7 @@ def overload(recommendation: Recommendation, trials: Sequence[TrialRecord]) -> T
 def _stage_row(name: str, stage: StageRecord) -> tuple[Cell, ...]:
     return (
         Cell(name, "" if stage.valid else f"invalid: {'; '.join(stage.invalid_reasons)}"),
-        Cell(str(stage.load)),
+        Cell(wording.load(stage)),
         cell(stage.output_throughput, "tok/s"),
         cell(stage.ttft_p95_ms, "ms"),
         cell(stage.itl_p95_ms, "ms"),
@@ -173,7 +173,8 @@ def sureness(recommendation: Recommendation) -> Table | None:
 def left_out(trials: Sequence[TrialRecord]) -> tuple[str, ...]:
     """Every invalid stage and its reasons."""
     return tuple(
-        f"Trial {trial.number}, load {stage.load}: {'; '.join(stage.invalid_reasons) or 'no reason was recorded'}"
+        f"Trial {trial.number}, load {wording.load(stage)}: "
+        f"{'; '.join(stage.invalid_reasons) or 'no reason was recorded'}"
         for trial in trials
         if isinstance(trial.outcome, Measured)
         for stage in trial.outcome.stages

@@ -291,6 +291,14 @@ class Provenance(Record):
     """Whether step times came from a law and not from a device: nothing in the run was measured on hardware."""
 
 
+class SafeRateFigure(Estimate):
+    """A rate shown to be safe, and the stage that shows it: random arrivals scatter around the rate that is offered."""
+
+    offered_rps: float | None = None
+    sent_rps: float | None = None
+    """Requests per second that were really sent; None in answers of before this was kept."""
+
+
 class Recommendation(Record):
     """The answer of a run: `recommendation.json`; its schema is published as `docs/recommendation.schema.json`."""
 
@@ -315,7 +323,7 @@ class Recommendation(Record):
     launch_noise: LaunchNoise | None = None
     """None where too few launches shared a schedule: intervals of several launches are then their envelope."""
 
-    safe_rate_rps: Estimate | None = None
+    safe_rate_rps: SafeRateFigure | None = None
     """The highest rate of Poisson arrivals that production was shown to hold inside the SLO. Its lower end is itself,
     its upper end the lowest rate tried that it was not shown to hold; None where it held all."""
 

@@ -7,14 +7,14 @@ from typing import Literal
 from tuner.analysis.diagnosis import climbed
 from tuner.analysis.outage import outage
 from tuner.analysis.slo import over_limits
-from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, Slo
+from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, SafeRateFigure, Slo
 from tuner.elsewhere.stage import Axis
 from tuner.engine_config import EngineConfig
 from tuner.frozen import Record
 from tuner.ladder_answer import AnswerVerdict, LadderAnswer
 from tuner.load.workload import Workload
 from tuner.measure.validity import CLIENT_BOUND, OTHERS
-from tuner.records import Estimate, StageRecord
+from tuner.records import StageRecord
 
 UNKNOWN_ENGINE = "unknown"
 
@@ -60,7 +60,7 @@ class BenchAnswer(LadderAnswer):
     operating_point: OperatingPoint | None
     """The stage of most throughput left of the knee and inside the SLO."""
 
-    safe_rate_rps: Estimate | None = None
+    safe_rate_rps: SafeRateFigure | None = None
     """The highest rate of arrivals shown to stay inside the SLO, as `Recommendation.safe_rate_rps`."""
 
     axis: Axis = Axis.CONCURRENCY

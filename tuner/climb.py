@@ -48,8 +48,11 @@ RATE_MARGIN = 1.5
 MOST_RATE_STAGE_S = 600.0
 """But no rate is waited for longer. Unit: seconds."""
 
-RATE_STAGE_S = 1.2 * saturation.FEWEST_S
-"""Shortest time that is allowed to a stage under a rate. Unit: seconds."""
+OPEN_STRETCH = 2.0
+"""A stage under a rate gets so many times the job's time while it is open whether its p95s are inside the limits."""
+
+RATE_STAGE_S = 20.0
+"""Shortest time that is allowed to it then: dependent latencies are worth few independent ones. Unit: seconds."""
 
 FORGET_S = 10.0
 """The last stage's requests, which were hung up on, are gone sooner than that; while there are any, nothing is
@@ -79,7 +82,7 @@ class Climb:
     """Whether the engine may keep prefixes; before a stage whose requests share some it is asked to forget them."""
 
     rate_rps: float = math.inf
-    """Requests per second to reckon with until a stage has shown some; inf where nothing is known."""
+    """Requests per second of one user, to reckon with until a stage has shown some; inf where nothing is known."""
 
 
 def climb(
@@ -185,13 +188,13 @@ def _request_s(task: Climb, stages: Sequence[StageRecord]) -> float:
     """How long a request takes, by what was known before and by the stages so far; 0 where nothing is."""
     seen = [1e-3 * stage.e2e_p50_ms.value for stage in stages if stage.e2e_p50_ms.num_samples]
     before = task.plan.request_s if isinstance(task.plan, RateSearch) else 0.0
-    return min(max(before, *seen) if seen else before, MAX_TURN_S)
+    return min(max(before, 1 / task.rate_rps, *seen), MAX_TURN_S)
 
 
 def rate_stage_s(measure: MeasureSpec, *, rate_rps: float) -> float:
-    """Longest time a stage under this rate is measured: so long that its p95s have intervals. Unit: seconds."""
+    """Longest time of a stage under this rate, in seconds; used up only while its verdict is open."""
     enough_s = RATE_MARGIN * RATE_REQUESTS * measure.min_requests / rate_rps
-    return max(measure.max_time, RATE_STAGE_S, min(enough_s, MOST_RATE_STAGE_S))
+    return max(OPEN_STRETCH * measure.max_time, RATE_STAGE_S, min(enough_s, MOST_RATE_STAGE_S))
 
 
 def _request_rate_rps(task: Climb, stages: Sequence[StageRecord]) -> float:

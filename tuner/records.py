@@ -157,6 +157,16 @@ class StageRecord(Record):
     """Concurrent requests of a closed loop or a batch: whole. Requests per second of an open one."""
 
     loop: Loop = "closed"
+    sent_rps: float | None = None
+    """Requests per second that were to be sent inside the window of an open loop, where `load` is what was offered:
+    random arrivals scatter around it. None: no open loop, or a record of before this was kept."""
+
+    num_states: int | None = None
+    """Independent looks at the number of requests in flight that an open loop's window is worth."""
+
+    shown_rps: float | None = None
+    """The rate that an open loop's figures speak for: the lower of offered and sent, less what too few such looks leave
+    open (`tuner.measure.shown_rate`)."""
 
     thinks: bool = False
     """Whether its users pause between requests, so that fewer are in flight than there are users."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 
-from tuner.answer import Capacity
+from tuner.answer import Capacity, SafeRateFigure
 from tuner.engine_config import EngineConfig, Setting
-from tuner.records import Estimate
+from tuner.records import Estimate, StageRecord
 
 UNKNOWN = "unknown"
 
@@ -121,10 +121,22 @@ def held(capacity: Capacity) -> str:
     return said
 
 
-def safe_rate(rate_rps: Estimate) -> str:
-    """The safe rate, and the rate above it that was not."""
-    above = "the highest that was tried" if rate_rps.high is None else f"{number(rate_rps.high)} was not safe"
-    return f"{number(rate_rps.value)} requests/s; {above}"
+def load(stage: StageRecord) -> str:
+    """Users, or the rate that was offered with the one that was sent: `50/s, sent 46.5/s`."""
+    if stage.loop != "open":
+        return str(stage.load)
+    sent = "" if stage.sent_rps is None else f", sent {number(stage.sent_rps)}/s"
+    return f"{number(stage.load)}/s{sent}"
+
+
+def safe_rate(rate_rps: SafeRateFigure) -> str:
+    """The safe rate, what was offered and sent to see it, and the rate above it that was not shown to be safe."""
+    high = rate_rps.high
+    above = "the highest that was tried" if high is None else f"{number(high)} was not shown to be safe"
+    seen = ""
+    if rate_rps.offered_rps is not None and rate_rps.sent_rps is not None:
+        seen = f" (offered {number(rate_rps.offered_rps)}, sent {number(rate_rps.sent_rps)})"
+    return f"{number(rate_rps.value)} requests/s{seen}; {above}"
 
 
 def _attained(share_inside: Estimate) -> str:

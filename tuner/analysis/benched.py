@@ -12,11 +12,11 @@ from tuner.analysis.fence import fenced_beyond, is_held_back, ladder_knee, recog
 from tuner.analysis.knee import point_of
 from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
 from tuner.analysis.outage import outage
-from tuner.analysis.rates import SHORT_STAGES, safe_rate_found
+from tuner.analysis.rates import none_safe, safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
-from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, Slo
+from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, SafeRateFigure, Slo
 from tuner.engine_config import EngineConfig
-from tuner.records import Estimate, StageRecord
+from tuner.records import StageRecord
 
 FenceSource = Literal["told", "given", "recognised"]
 
@@ -45,7 +45,7 @@ class Benched:
 
     slo: Slo | None
     operating_point: OperatingPoint | None
-    safe_rate_rps: Estimate | None
+    safe_rate_rps: SafeRateFigure | None
     """None where no rate was tried, or none was shown to be safe."""
 
     fence: int | None
@@ -137,11 +137,8 @@ def _slo_warnings(slo: Slo | None, point: StageRecord | None) -> Iterator[str]:
 def _rate_warnings(rated: Sequence[StageRecord], slo: Slo | None) -> Iterator[str]:
     if rated and slo is None:
         yield "no rate can be called safe without an SLO: give --slo-ttft-p95 and --slo-itl-p95"
-    elif rated and slo is not None and safe_rate_found(rated, slo) is None:
-        lowest = min(stage.load for stage in rated)
-        yield f"no rate of arrivals was shown to be safe, down to {lowest:.3g} requests/s"
-    elif rated:
-        yield SHORT_STAGES
+    elif slo is not None and (why := none_safe(rated, slo)) is not None:
+        yield why
 
 
 def _unknown(stages: Sequence[StageRecord]) -> Iterator[str]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from tuner.analysis.safe_rate import MOST_STAGES, RELATIVE_STEP, RateStage, SafeRate, is_safe, safe_rate
-from tuner.answer import Slo
+from tuner.analysis.safe_rate import (
+    MOST_STAGES,
+    RELATIVE_STEP,
+    RateStage,
+    SafeRate,
+    Told,
+    highest_safe,
+    safe_rate,
+    told,
+)
+from tuner.answer import SafeRateFigure, Slo
 from tuner.frozen import Record
-from tuner.records import Estimate, StageKind, StageRecord
+from tuner.records import StageKind, StageRecord
 
 UNSTEADY_TRIES = 2
-"""A rate that could not be measured so often is taken not to be safe: something about it does not hold still."""
+"""So often a rate is tried that could not be measured, or whose queue grew while its p95s were inside the limits."""
 
 
 class RateSearch(Record):
@@ -39,53 +48,72 @@ class RateSearch(Record):
 
 
 def rate_stages(stages: Sequence[StageRecord], slo: Slo) -> list[RateStage]:
-    """What the stages under a rate say of these limits; those of another kind say nothing."""
+    """What the stages under a rate say of these limits; those of another kind say nothing.
+
+    A queue also grows by chance. Once, with both p95s inside the limits, that says nothing; twice at one rate it is no
+    chance.
+    """
     rated = [stage for stage in stages if stage.kind is StageKind.RATE]
-    failures = Counter(stage.load for stage in rated if not _tells(stage, slo))
-    given_up = {load for load, count in failures.items() if count >= UNSTEADY_TRIES}
+    grew = Counter(stage.load for stage in rated if _grew_inside(stage, slo))
+    silent = Counter(stage.load for stage in rated if not stage.valid or _grew_inside(stage, slo))
     return [
         RateStage(
             rate_rps=stage.load,
+            shown_rps=stage.load if stage.shown_rps is None else stage.shown_rps,
             ttft_p95_ms=stage.ttft_p95_ms,
             itl_p95_ms=stage.itl_p95_ms,
-            oversaturated=stage.ended_by == "oversaturated" or stage.load in given_up,
-            valid=_tells(stage, slo) or stage.load in given_up,
+            oversaturated=stage.ended_by == "oversaturated",
+            valid=stage.valid and not (_grew_inside(stage, slo) and grew[stage.load] < UNSTEADY_TRIES),
+            given_up=silent[stage.load] >= UNSTEADY_TRIES,
         )
         for stage in rated
     ]
 
 
-def _tells(stage: StageRecord, slo: Slo) -> bool:
-    """Whether a stage was measured well enough to call its rate safe or not.
-
-    Requests in flight also rise by chance, and TTFT with them: a stage that was ended for it while both p95s were
-    inside the limits gets a second chance.
-    """
-    is_proven = stage.ttft_p95_ms.has_interval and stage.itl_p95_ms.has_interval
-    if stage.ended_by == "oversaturated":
-        return stage.valid and (stage.ttft_p95_ms.value > slo.ttft_p95_ms or stage.itl_p95_ms.value > slo.itl_p95_ms)
-    return stage.valid and is_proven
+def _grew_inside(stage: StageRecord, slo: Slo) -> bool:
+    """Whether a valid stage was ended for its growing queue while both p95s were inside the limits."""
+    inside = stage.ttft_p95_ms.value <= slo.ttft_p95_ms and stage.itl_p95_ms.value <= slo.itl_p95_ms
+    return stage.valid and stage.ended_by == "oversaturated" and inside
 
 
-SHORT_STAGES = (
-    "the safe rate rests on short stages that begin with an idle engine: near capacity waits depend on each other and "
-    "p95 TTFT may be well above what was seen, so treat it as an upper estimate and stay clearly below it"
-)
-"""Said wherever a safe rate is: the interval of a TTFT takes its samples for independent, which in an open loop they
-are not."""
-
-
-def safe_rate_found(stages: Sequence[StageRecord], slo: Slo) -> Estimate | None:
+def safe_rate_found(stages: Sequence[StageRecord], slo: Slo) -> SafeRateFigure | None:
     """The highest rate shown to be safe, in requests per second; None where none was.
 
-    Its lower end is itself, its upper end the lowest rate that was tried above it and not shown to be safe, None where
-    all that were tried are safe. Samples are the requests that ended under it.
+    Its lower end is itself, its upper end the lowest rate that was offered above it and not shown to be safe, None
+    where there is none. Samples are the requests that ended in the stage that shows it.
     """
-    told = [each for each in rate_stages(stages, slo) if each.valid]
-    unsafe = min((each.rate_rps for each in told if not is_safe(each, slo)), default=None)
-    safe = [each.rate_rps for each in told if is_safe(each, slo) and (unsafe is None or each.rate_rps < unsafe)]
-    if not safe:
+    rated = [stage for stage in stages if stage.kind is StageKind.RATE]
+    each = rate_stages(rated, slo)
+    found = highest_safe(each, slo)
+    if found.stage is None:
         return None
-    rate_rps = max(safe)
-    completed = sum(stage.num_completed for stage in stages if stage.kind is StageKind.RATE and stage.load == rate_rps)
-    return Estimate(value=rate_rps, low=rate_rps, high=unsafe, num_samples=completed)
+    of = rated[next(index for index, stage in enumerate(each) if stage is found.stage)]
+    return SafeRateFigure(
+        value=found.stage.shown_rps,
+        low=found.stage.shown_rps,
+        high=found.not_shown_rps,
+        num_samples=of.num_completed,
+        offered_rps=of.load,
+        sent_rps=of.sent_rps,
+    )
+
+
+def none_safe(stages: Sequence[StageRecord], slo: Slo) -> str | None:
+    """Why no rate was shown to be safe; None where one was, or none was tried."""
+    each = rate_stages(stages, slo)
+    if not each or highest_safe(each, slo).stage is not None:
+        return None
+    said = {
+        "over a limit": _rates(each, slo, Told.OVER),
+        "open, as too few independent requests or states were seen (more time shows more)": _rates(
+            each, slo, Told.OPEN
+        ),
+        "not measured validly": _rates(each, slo, Told.NOTHING),
+    }
+    parts = [f"{', '.join(rates)} requests/s: {words}" for words, rates in said.items() if rates]
+    return f"no rate of arrivals was shown to be safe; {'; '.join(parts)}"
+
+
+def _rates(stages: Iterable[RateStage], slo: Slo, says: Told) -> list[str]:
+    rates = sorted({stage.rate_rps for stage in stages if told(stage, slo) is says})
+    return [f"{rate:.3g}" for rate in rates]

@@ -11,7 +11,7 @@ from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_
 from tuner.analysis.noise import launch_noise
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
-from tuner.analysis.rates import SHORT_STAGES, RateSearch, safe_rate_found
+from tuner.analysis.rates import RateSearch, none_safe, safe_rate_found
 from tuner.analysis.slo import KV_HEADROOM, violations
 from tuner.answer import (
     Baseline,
@@ -25,7 +25,7 @@ from tuner.answer import (
     TimeSplit,
 )
 from tuner.engine_config import EngineConfig
-from tuner.records import Estimate, FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
+from tuner.records import FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.wording import config_text
 
 
@@ -164,7 +164,7 @@ def recommend(
             *_failed_defaults(trials, defaults),
             *_crashes(trials, (production_profile, protective_profile)),
             *_warnings(production_profile, protective_profile),
-            *([] if production_profile is None else [_about_safe_rate(safe_rate_rps, rate)]),
+            *([] if production_profile is None else _no_safe_rate(rate)),
         ),
     )
 
@@ -317,14 +317,12 @@ def _warnings(production: Profile | None, protective: Profile | None) -> list[st
     return found
 
 
-def _about_safe_rate(found: Estimate | None, rate: ConfirmedRate | None) -> str:
-    """How far it carries, or why there is none and what that means."""
-    if found is not None:
-        return SHORT_STAGES
-    tried = [stage.load for stage in rate.stages] if rate is not None else []
-    if tried:
-        return f"no rate of arrivals was shown to be safe, down to {min(tried):.3g} requests/s"
-    return "no safe rate was measured: an open loop needs headroom below these closed-loop figures"
+def _no_safe_rate(rate: ConfirmedRate | None) -> list[str]:
+    """Why there is none, and what that means."""
+    if rate is None or not rate.stages:
+        return ["no safe rate was measured: an open loop needs headroom below these closed-loop figures"]
+    why = none_safe(rate.stages, rate.search.slo)
+    return [] if why is None else [why]
 
 
 def _failed_defaults(trials: Sequence[TrialRecord], defaults: EngineConfig) -> list[str]:

@@ -1,10 +1,20 @@
-"""The safe rate: the highest open-loop rate whose p95s stay inside the SLO, and which rate to try next."""
+"""The safe rate: the highest open-loop rate whose p95s stay inside the SLO, and which rate to try next. Pure.
+
+What a stage tells of its rate is one of four things, and only two of them are evidence:
+
+- *safe*: no queue that grows, and the upper bounds of both p95s are inside the limits.
+- *over*: a p95 as seen is above its limit. A higher rate is then never called safe, however lucky its stage.
+- *open*: neither. The search goes below it, but a higher rate that was shown to be safe stands: p95s rise with the
+  rate, so that what is shown above holds below.
+- *nothing*: the stage is invalid. That is no word on the rate.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tuner.answer import Slo
 from tuner.records import Estimate
@@ -13,7 +23,7 @@ FIRST_SHARE = 0.8
 """Of the closed loop's throughput: a closed loop at its fence is critical load in an open one."""
 
 RELATIVE_STEP = 0.05
-"""A safe and an unsafe rate closer than this are close enough."""
+"""A safe rate and one that is not, closer than this, are close enough."""
 
 MOST_STAGES = 6
 """Stages spent on one search."""
@@ -21,36 +31,63 @@ MOST_STAGES = 6
 _BELOW = 0.5
 
 
+class Told(StrEnum):
+    """What a stage says of the rate that was offered."""
+
+    SAFE = "safe"
+    OVER = "over"
+    OPEN = "open"
+    NOTHING = "nothing"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateStage:
-    """One rate of Poisson arrivals, measured."""
+    """One rate of arrivals, measured."""
 
     rate_rps: float
+    """As it was offered."""
+
+    shown_rps: float
+    """The rate its figures speak for: never above what was offered, nor what was sent (`StageRecord.shown_rps`)."""
+
     ttft_p95_ms: Estimate
     itl_p95_ms: Estimate
     oversaturated: bool
     """Whether requests in flight kept growing: its p95s would be worse the longer it went on."""
 
     valid: bool = True
+    given_up: bool = False
+    """Whether it was tried often enough: without a word on it, the search goes below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafeRate:
     """What the stages so far say."""
 
-    rate_rps: float | None
-    """The highest rate shown to be safe; None where none is."""
+    stage: RateStage | None
+    """The one that shows the most; None where no rate was shown to be safe."""
+
+    not_shown_rps: float | None
+    """The lowest rate offered above it that was not shown to be safe; None where there is none."""
 
     next_rps: float | None
     """Where one more stage says most; None where the search is over."""
 
+    @property
+    def rate_rps(self) -> float | None:
+        """The highest rate shown to be safe."""
+        return None if self.stage is None else self.stage.shown_rps
 
-def is_safe(stage: RateStage, slo: Slo) -> bool:
-    """Whether it was not oversaturated and both p95s' upper bounds are inside; without bounds nothing is shown."""
-    if stage.oversaturated or not stage.valid:
-        return False
+
+def told(stage: RateStage, slo: Slo) -> Told:
+    """What one stage says of its rate."""
+    if not (stage.valid and math.isfinite(stage.rate_rps) and stage.rate_rps > 0):
+        return Told.NOTHING
     pairs = ((stage.ttft_p95_ms, slo.ttft_p95_ms), (stage.itl_p95_ms, slo.itl_p95_ms))
-    return all(figure.high is not None and figure.high <= limit for figure, limit in pairs)
+    if stage.oversaturated or any(figure.value > limit for figure, limit in pairs):
+        return Told.OVER
+    is_shown = all(figure.high is not None and figure.high <= limit for figure, limit in pairs)
+    return Told.SAFE if is_shown and stage.shown_rps > 0 else Told.OPEN
 
 
 def safe_rate(
@@ -64,9 +101,9 @@ def safe_rate(
 ) -> SafeRate:
     """The safe rate so far, and the next rate.
 
-    A rate above one that was not safe is never safe, however lucky its own stage was. An invalid stage says nothing; it
-    counts to the stages spent. The first rate is 0.8 of the ceiling; from there on the gap between the highest safe and
-    the lowest other rate is halved on a relative scale, until it is within `relative_step`.
+    The first rate is 0.8 of the ceiling; from there on the gap between the highest that was safe and the lowest that
+    was not, or was given up, is halved on a relative scale, until it is within `relative_step`. Every stage counts to
+    those spent.
 
     Args:
         stages: measured so far, in any order.
@@ -81,24 +118,42 @@ def safe_rate(
     """
     if not (math.isfinite(ceiling_rps) and 0 <= floor_rps <= ceiling_rps > 0):
         raise ValueError(f"ceiling_rps is {ceiling_rps:g}: it must be above 0 and the floor, {floor_rps:g}")
-    told = [stage for stage in stages if stage.valid and math.isfinite(stage.rate_rps) and stage.rate_rps > 0]
-    unsafe = min((stage.rate_rps for stage in told if not is_safe(stage, slo)), default=None)
-    below = [s.rate_rps for s in told if is_safe(s, slo) and (unsafe is None or s.rate_rps < unsafe)]
-    safe = max(below, default=None)
-    spent = len(stages) >= most_stages
+    found = highest_safe(stages, slo)
+    if len(stages) >= most_stages:
+        return found
+    safe_rps = max((stage.rate_rps for stage in _safe(stages, slo)), default=None)
+    given_up = [stage.rate_rps for stage in stages if stage.given_up and stage.rate_rps > (safe_rps or 0.0)]
+    above = min([*given_up, *([] if found.not_shown_rps is None else [found.not_shown_rps])], default=None)
+    next_rps = _next(safe_rps, above, (floor_rps, ceiling_rps), relative_step)
+    return SafeRate(stage=found.stage, not_shown_rps=found.not_shown_rps, next_rps=next_rps)
+
+
+def highest_safe(stages: Sequence[RateStage], slo: Slo) -> SafeRate:
+    """The stage that shows the highest safe rate, without a word on what to try next."""
+    safe = _safe(stages, slo)
+    highest = max((stage.rate_rps for stage in safe), default=0.0)
+    tried = [stage.rate_rps for stage in stages if told(stage, slo) in (Told.OVER, Told.OPEN)]
     return SafeRate(
-        rate_rps=safe, next_rps=None if spent else _next(safe, unsafe, (floor_rps, ceiling_rps), relative_step)
+        stage=max(safe, key=lambda stage: stage.shown_rps, default=None),
+        not_shown_rps=min((rate for rate in tried if rate > highest), default=None),
+        next_rps=None,
     )
 
 
-def _next(safe: float | None, unsafe: float | None, limits: tuple[float, float], step: float) -> float | None:
+def _safe(stages: Sequence[RateStage], slo: Slo) -> list[RateStage]:
+    """Those that are safe, below every rate that was seen to be over a limit."""
+    over = min((stage.rate_rps for stage in stages if told(stage, slo) is Told.OVER), default=math.inf)
+    return [stage for stage in stages if stage.rate_rps < over and told(stage, slo) is Told.SAFE]
+
+
+def _next(safe: float | None, above: float | None, limits: tuple[float, float], step: float) -> float | None:
     floor, ceiling = limits
-    if safe is None and unsafe is None:
+    if safe is None and above is None:
         return max(floor, FIRST_SHARE * ceiling)
-    above = ceiling if unsafe is None else unsafe
+    top = ceiling if above is None else above
     if safe is None and floor == 0:
-        return _BELOW * above
+        return _BELOW * top
     below = floor if safe is None else safe
-    if above <= (1 + step) * below:
-        return floor if safe is None and floor < above else None
-    return math.sqrt(below * above)
+    if top <= (1 + step) * below:
+        return floor if safe is None and floor < top else None
+    return math.sqrt(below * top)

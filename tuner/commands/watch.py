@@ -62,11 +62,12 @@ def stage_text(stage: StageRecord, clock: Clock) -> str:
     """A stage that ended, in one line: load, throughput, latencies, preemptions."""
     valid = "" if stage.valid else f"  INVALID: {'; '.join(stage.invalid_reasons)}"
     load = f"{stage.load:.3g}/s" if stage.loop == "open" else f"{stage.load}"
+    sent = "" if stage.sent_rps is None else f"  sent {stage.sent_rps:.3g}/s"
     return (
         f"{stage.kind.value:<9} load {load:>4}  {estimate_text(stage.output_throughput):>14} tok/s"
         f"  p95 TTFT {milliseconds_text(stage.ttft_p95_ms):>9}  p95 ITL {milliseconds_text(stage.itl_p95_ms):>9}"
         f"  preemptions {'?' if stage.num_preemptions is None else stage.num_preemptions}"
-        f"  {clock_text(clock)}{valid}"
+        f"{sent}  {clock_text(clock)}{valid}"
     )
 
 

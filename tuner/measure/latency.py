@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from tuner.measure.dependence import effective_samples
 from tuner.records import Estimate, RequestRecord
 
 _ALPHA = 0.05
@@ -124,14 +125,36 @@ def percentile(samples: Sequence[float] | Floats, q: float, *, num_independent: 
     return Estimate(value=value, low=min(value, float(low)), high=max(value, float(high)), num_samples=count)
 
 
-def itl_percentile(records: Iterable[RequestRecord], window: Window, q: float) -> Estimate:
+def dependent_percentile(samples: Sequence[float] | Floats, q: float) -> Estimate:
+    """The q-quantile of samples in the order of time, each of which may depend on those before."""
+    return percentile(samples, q, num_independent=effective_samples(samples))
+
+
+def itl_percentile(
+    records: Iterable[RequestRecord], window: Window, q: float, *, are_dependent: bool = False
+) -> Estimate:
     """A percentile over all gaps, counted as one sample a request.
 
     The gaps of one request pass through the same steps and wait for the same prefills, so a thousand gaps of thirty
     requests are not a thousand samples: the interval is as wide as that many requests allow.
+
+    Args:
+        records: any.
+        window: gaps count that end inside.
+        q: which quantile.
+        are_dependent: whether requests depend on those that began before, and count for less.
     """
-    gaps = [found for record in records if record.error is None and (found := itl_gaps_s(record, window))]
-    return percentile([gap for found in gaps for gap in found], q, num_independent=len(gaps))
+    sound = [record for record in records if record.error is None]
+    ordered = sorted(sound, key=by_time) if are_dependent else sound
+    gaps = [found for record in ordered if (found := itl_gaps_s(record, window))]
+    merged = [gap for found in gaps for gap in found]
+    sizes = [len(found) for found in gaps]
+    return percentile(merged, q, num_independent=effective_samples(merged, sizes) if are_dependent else len(gaps))
+
+
+def by_time(record: RequestRecord) -> float:
+    """Sorts requests by when they were to be sent."""
+    return record.intended_s
 
 
 def scaled(estimate: Estimate, factor: float) -> Estimate:

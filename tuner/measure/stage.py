@@ -16,6 +16,7 @@ from tuner.measure.latency import Window
 from tuner.measure.load import Generator, check_prompt_lengths, load_on
 from tuner.measure.memory import PssSampler
 from tuner.measure.prometheus import MetricsSnapshot, Scraper
+from tuner.measure.rate_judgement import is_settled
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.summary import Seen, mean_e2e_s, settle, summarise
 from tuner.measure.transient import transient_end_s
@@ -213,9 +214,10 @@ class _Watch:
 
     def _is_judgement_open(self, settled: Sequence[RequestRecord], window: Window) -> bool:
         limits = self._spec.limits
-        # A rate is given as long as its requests need, and is tried again where that was not enough.
-        if limits is None or self._spec.workload.loop == "open":
+        if limits is None:
             return False
+        if self._spec.workload.loop == "open":
+            return not is_settled(self._log, settled, window, limits)
         ttft_ms = latency.percentile([1e3 * latency.ttft_s(record) for record in settled], 0.95)
         itl_ms = latency.scaled(latency.itl_percentile(settled, window, 0.95), 1e3)
         return steady.is_open(ttft_ms, limits.ttft_p95_ms) or steady.is_open(itl_ms, limits.itl_p95_ms)

@@ -15,6 +15,7 @@ from tuner.measure.memory import memory_figures
 from tuner.measure.others import FEWEST_SCRAPES, foreign_ended, foreign_in_flight
 from tuner.measure.past_fence import is_past_fence
 from tuner.measure.prometheus import MetricsSnapshot, Number, increase
+from tuner.measure.rate_judgement import arrivals_in
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.validity import Evidence, invalid_reasons
 from tuner.records import EndedBy, Estimate, RequestRecord, StageRecord, StepFigures
@@ -95,6 +96,7 @@ def summarise(
         loop=spec.workload.loop,
         thinks=spec.workload.thinks,
         fenced=False,
+        **_arrivals(spec, log, window, records),
         workload_hash=spec.workload.hash,
         warm_up_s=window.start_s,
         transient_s=seen.transient_s,
@@ -108,7 +110,7 @@ def summarise(
         first_error=evidence.first_error,
         output_throughput=steady.widened(throughput) if seen.ended_by == "precise" else throughput,
         request_throughput_rps=len(completed) / window.length_s,
-        **_latencies_ms(completed, records, window),
+        **_latencies_ms(completed, records, window, are_dependent=spec.workload.loop == "open"),
         longest_stall_ms=_most([1e3 * record.longest_stall_s for record in completed]),
         mean_prompt_tokens=evidence.mean_prompt_tokens,
         mean_output_tokens=evidence.mean_output_tokens,
@@ -155,10 +157,26 @@ def _steps(seen: Seen) -> StepFigures | None:
     )
 
 
+def _arrivals(
+    spec: StageSpec, log: LoadLog, window: Window, records: Sequence[RequestRecord]
+) -> dict[str, float | int]:
+    """What an open loop really sent and which rate that speaks for, by the fields of `StageRecord`."""
+    if spec.workload.loop != "open":
+        return {}
+    seen = arrivals_in(log, window, [record.intended_s for record in records])
+    return {
+        "sent_rps": seen.sent_rps,
+        "num_states": seen.num_states,
+        "shown_rps": min(spec.load, seen.sent_rps) * seen.share_shown,
+    }
+
+
 def _latencies_ms(
-    completed: Sequence[RequestRecord], records: Sequence[RequestRecord], window: Window
+    completed: Sequence[RequestRecord], records: Sequence[RequestRecord], window: Window, *, are_dependent: bool
 ) -> dict[str, Estimate]:
-    """Every percentile of `StageRecord` by its field name."""
+    """Every percentile of `StageRecord` by its field name; requests of an open loop depend on those before."""
+    completed = sorted(completed, key=latency.by_time)
+    of = latency.dependent_percentile if are_dependent else latency.percentile
     samples = {
         "ttft": [latency.ttft_s(record) for record in completed],
         "tpot": [tpot for record in completed if (tpot := latency.tpot_s(record)) is not None],
@@ -166,9 +184,10 @@ def _latencies_ms(
     }
     found: dict[str, Estimate] = {}
     for name, q in (("p50", 0.5), ("p95", 0.95)):
-        found[f"itl_{name}_ms"] = latency.scaled(latency.itl_percentile(records, window, q), 1e3)
+        gaps = latency.itl_percentile(records, window, q, are_dependent=are_dependent)
+        found[f"itl_{name}_ms"] = latency.scaled(gaps, 1e3)
         for metric, values in samples.items():
-            found[f"{metric}_{name}_ms"] = latency.scaled(latency.percentile(values, q), 1e3)
+            found[f"{metric}_{name}_ms"] = latency.scaled(of(values, q), 1e3)
     return found
 
 

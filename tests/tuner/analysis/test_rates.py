@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.records import CHOSEN, SLO, estimate, rate_stage, stage
-from tuner.analysis.rates import RateSearch, safe_rate_found
+from tuner import wording
+from tuner.analysis.rates import RateSearch, none_safe, safe_rate_found
 from tuner.ladder import next_step
 from tuner.records import StageKind, StageRecord
 
@@ -74,16 +75,35 @@ def test_a_queue_that_grew_by_chance_gets_a_second_chance() -> None:
     assert found is not None
     assert found.value == 8.0
     assert safe_rate_found([by_chance, by_chance, held], SLO) is None
+    spoilt = by_chance.model_copy(update={"valid": False})
+    assert safe_rate_found([spoilt, spoilt, held], SLO) == found
     first = rate_stage(CHOSEN, 8.0).model_copy(update=lucky)
     again = next_step(search, [first])
     assert again is not None
     assert again.load == 8.0
 
 
-def test_a_rate_with_too_few_requests_is_neither_safe_nor_unsafe() -> None:
-    """A search that took want of samples for want of speed would go down to rates that have fewer still."""
+def test_a_rate_that_stays_open_is_said_to_be_and_a_lower_one_is_tried() -> None:
+    """It had all its time. The same again would not settle it; at a lower rate requests depend less on each other."""
     few = {"ttft_p95_ms": estimate(50.0, num_samples=20), "itl_p95_ms": estimate(20.0, num_samples=20)}
     stage_ = rate_stage(CHOSEN, 8.0).model_copy(update={**few, "ended_by": "time"})
-    again = next_step(RateSearch(slo=SLO, ceiling_rps=10.0), [stage_])
-    assert again is not None
-    assert again.load == 8.0
+    lower = next_step(RateSearch(slo=SLO, ceiling_rps=10.0), [stage_])
+    assert lower is not None
+    assert lower.load == 4.0
+    over = stage_.model_copy(update={"load": 9.0, "itl_p95_ms": estimate(1e5)})
+    spoilt = stage_.model_copy(update={"load": 2.0, "valid": False})
+    said = none_safe([stage_, over, spoilt], SLO)
+    assert said is not None
+    assert "9 requests/s: over a limit; 8 requests/s: open" in said
+    assert "2 requests/s: not measured validly" in said
+
+
+def test_what_was_offered_and_sent_stands_beside_the_safe_rate() -> None:
+    """A gateway set to the 50 that were asked for lets more in than was ever tried."""
+    held = {"ttft_p95_ms": estimate(90.0), "itl_p95_ms": estimate(20.0), "ended_by": "precise"}
+    sent = {"sent_rps": 46.5, "shown_rps": 44.0}
+    found = safe_rate_found([rate_stage(CHOSEN, 50.0).model_copy(update={**held, **sent})], SLO)
+    assert found is not None
+    assert (found.value, found.low, found.offered_rps, found.sent_rps) == (44.0, 44.0, 50.0, 46.5)
+    assert wording.safe_rate(found).startswith("44 requests/s (offered 50, sent 46.5)")
+    assert none_safe([], SLO) is None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.records import estimate
-from tuner.analysis.safe_rate import MOST_STAGES, RELATIVE_STEP, RateStage, SafeRate, is_safe, safe_rate
+from tuner.analysis.safe_rate import MOST_STAGES, RELATIVE_STEP, RateStage, SafeRate, Told, safe_rate, told
 from tuner.answer import Slo
 from tuner.records import Estimate
 
@@ -21,6 +22,7 @@ def _stage(rate: float, true_rate: float) -> RateStage:
     ttft = 500 / 1.08 * min(10.0, rate / true_rate)
     return RateStage(
         rate_rps=rate,
+        shown_rps=rate,
         ttft_p95_ms=estimate(ttft, spread=0.08),
         itl_p95_ms=estimate(20),
         oversaturated=rate > 2 * true_rate,
@@ -70,16 +72,16 @@ def test_it_begins_below_the_closed_loops_throughput() -> None:
 
 
 def test_bounds_decide_and_not_values() -> None:
-    """A p95 inside by luck, of too few requests, or while the queue was growing, is not safe."""
+    """A p95 inside by luck or of too few requests leaves it open; one over its limit, or a growing queue, does not."""
     good = _stage(1.0, 2.0)
-    over = RateStage(rate_rps=1, ttft_p95_ms=estimate(480, spread=0.08), itl_p95_ms=estimate(20), oversaturated=False)
-    few = RateStage(
-        rate_rps=1, ttft_p95_ms=Estimate(value=9, num_samples=40), itl_p95_ms=estimate(20), oversaturated=False
-    )
-    growing = RateStage(rate_rps=1, ttft_p95_ms=estimate(9), itl_p95_ms=estimate(9), oversaturated=True)
+    lucky = replace(good, ttft_p95_ms=estimate(480, spread=0.08))
+    few = replace(good, ttft_p95_ms=Estimate(value=9, num_samples=40))
+    over = replace(good, itl_p95_ms=Estimate(value=51, num_samples=40))
+    growing = replace(good, oversaturated=True)
+    spoilt = replace(over, valid=False)
 
-    assert is_safe(good, SLO)
-    assert not any(is_safe(stage, SLO) for stage in (over, few, growing))
+    assert [told(stage, SLO) for stage in (good, lucky, few)] == [Told.SAFE, Told.OPEN, Told.OPEN]
+    assert [told(stage, SLO) for stage in (over, growing, spoilt)] == [Told.OVER, Told.OVER, Told.NOTHING]
 
 
 def test_a_lucky_stage_above_an_unsafe_one_proves_nothing() -> None:
@@ -91,12 +93,33 @@ def test_a_lucky_stage_above_an_unsafe_one_proves_nothing() -> None:
     assert found.next_rps == pytest.approx(math.sqrt(6))
 
 
+def test_a_higher_rate_that_was_shown_holds_over_a_lower_one_that_was_not() -> None:
+    """What is merely open below, or could not be measured, does not take a proven rate away."""
+    shown = _stage(4, 9)
+    below = replace(_stage(2, 9), ttft_p95_ms=Estimate(value=9, num_samples=12))
+
+    assert safe_rate([below, shown], SLO, ceiling_rps=10).rate_rps == 4
+    assert safe_rate([replace(below, valid=False, given_up=True), shown], SLO, ceiling_rps=10).rate_rps == 4
+    assert safe_rate([shown, replace(below, rate_rps=6, shown_rps=6)], SLO, ceiling_rps=10).not_shown_rps == 6
+    assert safe_rate([replace(below, valid=False, given_up=True)], SLO, ceiling_rps=10).next_rps == 1
+
+
+def test_the_rate_named_is_the_one_its_stage_speaks_for() -> None:
+    """50 a second were asked for and 46.5 came: nobody has seen 50."""
+    found = safe_rate([replace(_stage(50, 90), shown_rps=46.5)], SLO, ceiling_rps=60)
+
+    assert found.rate_rps == 46.5
+    assert found.next_rps == pytest.approx(math.sqrt(50 * 60))
+
+
 def test_invalid_stages_say_nothing_and_are_paid_for() -> None:
     """A stage the client spoilt moves no bound, but the search still ends."""
-    spoilt = RateStage(rate_rps=8, ttft_p95_ms=estimate(9), itl_p95_ms=estimate(9), oversaturated=False, valid=False)
+    spoilt = replace(_stage(8, 9), valid=False)
 
     assert safe_rate([spoilt], SLO, ceiling_rps=10).next_rps == 8
-    assert safe_rate([spoilt] * MOST_STAGES, SLO, ceiling_rps=10) == SafeRate(rate_rps=None, next_rps=None)
+    assert safe_rate([spoilt] * MOST_STAGES, SLO, ceiling_rps=10) == SafeRate(
+        stage=None, not_shown_rps=None, next_rps=None
+    )
 
 
 @pytest.mark.parametrize("ceiling", [0.0, -1.0, math.nan, math.inf])

@@ -93,8 +93,13 @@ def test_a_rate_that_was_asked_for_is_measured_and_called_safe(
     assert {(stage.kind, stage.load, stage.loop) for stage in answer.stages} == {(StageKind.RATE, 30.0, "open")}
     assert answer.knee is None
     assert answer.operating_point is None
-    is_safe = answer.safe_rate_rps is not None and answer.safe_rate_rps.value == 30.0
+    is_safe = answer.safe_rate_rps is not None
     assert is_safe == any(stage.valid for stage in answer.stages)
+    for stage in answer.stages:
+        assert stage.sent_rps is not None
+        assert stage.shown_rps is not None
+        assert 0 < stage.shown_rps <= min(30.0, stage.sent_rps)
+    assert answer.safe_rate_rps is None or answer.safe_rate_rps.value in {stage.shown_rps for stage in answer.stages}
     assert code == (0 if is_safe else 1)
 
 

@@ -1,0 +1,85 @@
+"""What a stage of arrivals at a rate shows by now, and whether that settles if the rate is safe. Pure.
+
+Latencies of an open loop depend on those before and count for less (`dependence`); the state of the server must have
+been seen often enough, too (`shown_rate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuner.answer import Slo
+from tuner.load.log import LoadLog
+from tuner.measure import latency
+from tuner.measure.dependence import effective_samples
+from tuner.measure.latency import Window
+from tuner.measure.shown_rate import NARROW_ENOUGH, dispersion_of, share_shown
+from tuner.records import Estimate, RequestRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """What was sent inside a window, and what it met."""
+
+    sent_rps: float
+    num_states: int
+    """Independent looks at the number of requests in flight."""
+
+    share_shown: float
+    """Which share of the rate the stage speaks for (`shown_rate`)."""
+
+
+def arrivals_in(log: LoadLog, window: Window, times_s: Sequence[float]) -> Arrivals:
+    """What was sent inside `window`.
+
+    Args:
+        log: of the stage, from its first send on.
+        window: the measured one.
+        times_s: when every request of the stage was to be sent.
+    """
+    inside = np.sort(np.array([at_s for at_s in times_s if window.holds(at_s)]))
+    steps = np.array([at_s for at_s, _ in log.in_flight_steps])
+    counts = np.array([0, *(count for _, count in log.in_flight_steps)])
+    num_states = effective_samples(counts[np.searchsorted(steps, inside, side="left")])
+    return Arrivals(
+        sent_rps=len(inside) / window.length_s,
+        num_states=num_states,
+        share_shown=share_shown(
+            mean_in_flight=log.mean_in_flight(window.start_s, window.end_s),
+            num_states=num_states,
+            dispersion=dispersion_of(inside),
+        ),
+    )
+
+
+def is_settled(log: LoadLog, settled: Sequence[RequestRecord], window: Window, limits: Slo) -> bool:
+    """Whether it is settled that the rate is over a limit, or inside both and the stage speaks for nearly all of it.
+
+    Args:
+        log: of the stage so far.
+        settled: successes that ended inside `window`.
+        window: what counts so far.
+        limits: on both p95s.
+    """
+    waits_ms = [1e3 * latency.ttft_s(record) for record in sorted(settled, key=latency.by_time)]
+    gaps = (latency.itl_percentile(settled, window, q, are_dependent=True) for q in (0.5, 0.95))
+    itl_p50, itl_p95 = (latency.scaled(gap, 1e3) for gap in gaps)
+    ttft_p50, ttft_p95 = (latency.dependent_percentile(waits_ms, q) for q in (0.5, 0.95))
+    if _is_over(ttft_p50, ttft_p95, limits.ttft_p95_ms) or _is_over(itl_p50, itl_p95, limits.itl_p95_ms):
+        return True
+    if not (_is_inside(ttft_p95, limits.ttft_p95_ms) and _is_inside(itl_p95, limits.itl_p95_ms)):
+        return False
+    times_s = [record.intended_s for record in log.records]
+    return arrivals_in(log, window, times_s).share_shown >= NARROW_ENOUGH
+
+
+def _is_inside(p95_ms: Estimate, limit_ms: float) -> bool:
+    return p95_ms.high is not None and p95_ms.high <= limit_ms
+
+
+def _is_over(p50_ms: Estimate, p95_ms: Estimate, limit_ms: float) -> bool:
+    """Where samples are too few for a p95 the median may tell: the p95 is above it."""
+    return any(each.low is not None and each.low > limit_ms for each in (p50_ms, p95_ms))
