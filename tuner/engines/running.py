@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from tuner.bench_answer import UNKNOWN_ENGINE, ServerFacts
 from tuner.engine_config import EngineConfig
+from tuner.engines.vllm_config import parameters
 from tuner.inputs import InputError
 from tuner.load.connection import Endpoint, Exchange, connect
 from tuner.measure.memory import EngineMemory
@@ -156,14 +157,7 @@ async def _told_config(endpoint: Endpoint, page: str) -> EngineConfig | None:
         return _as_config(labels)
     info = await _json(endpoint, "/server_info?config_format=json")
     config = info.get("vllm_config")
-    if not isinstance(config, dict):
-        return None
-    told: dict[str, Any] = {}
-    for part in ("model_config", "cache_config", "parallel_config", "scheduler_config"):
-        told |= config[part] if isinstance(config.get(part), dict) else {}
-    kv_cache_dtype, dtype = told.get("cache_dtype"), told.get("dtype")
-    told |= {"kv_cache_dtype": kv_cache_dtype, "dtype": dtype and str(dtype).removeprefix("torch.")}
-    return _as_config(told)
+    return _as_config(parameters(config)) if isinstance(config, dict) else None
 
 
 def _as_config(told: dict[str, Any]) -> EngineConfig | None:

@@ -40,8 +40,9 @@ class VllmEngine:
     """The adapter of vLLM."""
 
     name: str = "vllm"
-    settable: frozenset[str] = frozenset(EngineConfig.model_fields)
-    not_applicable: frozenset[str] = frozenset()
+    settable: frozenset[str] = frozenset(EngineConfig.model_fields) - {"extra_args"}
+    # It shows what it made of the JSON, with dozens of keys that nobody wrote.
+    not_applicable: frozenset[str] = frozenset({"speculative_config"})
     own_keys: frozenset[str] = frozenset({"command", "environment", "cpus"})
     assumed_start_s: float = 60.0
     exit_grace_s: float = 30.0
@@ -55,7 +56,7 @@ class VllmEngine:
         spec, searched = job.engine, set(job.search_space.searched)
         config = job.config(_any_values(job))
         fixed = {name: value for name, value in asked(self, config).items() if name not in searched}
-        arguments = ("--model", job.model, *_flags(fixed), *_executor(config))
+        arguments = ("--model", job.model, *_flags(fixed), *_executor(config), *config.extra_args)
         environment = self.environment(os.environ, job.model, spec)
         told = ask(
             Question(
@@ -81,6 +82,7 @@ class VllmEngine:
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", served_model_name),
             *_flags(asked(self, config)),
             *_executor(config),
+            *config.extra_args,
         ]
 
     def environment(self, inherited: Mapping[str, str], model: str, spec: EngineSpec) -> dict[str, str]:
@@ -165,7 +167,8 @@ def _any_values(job: TuningJob) -> SearchedValues:
 
 def _executor(config: EngineConfig) -> tuple[str, str]:
     """What vLLM takes by itself where it does not find Ray; beside ours it would take that for its own."""
-    return "--distributed-executor-backend", "uni" if config.tensor_parallel_size == 1 else "mp"
+    devices_a_core = config.tensor_parallel_size * config.pipeline_parallel_size
+    return "--distributed-executor-backend", "uni" if devices_a_core == 1 else "mp"
 
 
 def _flags(parameters: Mapping[str, Setting]) -> list[str]:

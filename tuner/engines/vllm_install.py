@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.engine_config import TunedParameters
 from tuner.engines import vllm_probe
 from tuner.engines.vllm_config import device_of, parameters
 from tuner.engines.vllm_log import root_cause
@@ -52,8 +53,9 @@ class Told:
 
 
 def flags_of(arguments: Iterable[str]) -> frozenset[str]:
-    """The flags among command-line arguments."""
-    return frozenset(argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
+    """The flags among command-line arguments, as vLLM's parser knows them: `--a_b.c=1` is a key of `--a-b`."""
+    names = (argument.partition("=")[0].partition(".")[0] for argument in arguments if argument.startswith("--"))
+    return frozenset(name.replace("_", "-") for name in names)
 
 
 @functools.lru_cache(maxsize=8)
@@ -106,11 +108,10 @@ def told(question: Question, said: dict[str, Any], log: str) -> Told:
         reason = said.get("error") or root_cause(log) or "it gave no reason"
         raise InputError(f"{vllm} refuses the job before any setting is tried: {reason}")
     in_force = parameters(said["config"])
-    always = [name for name, field in SearchedValues.model_fields.items() if field.is_required()]
     return Told(
         version=said["version"],
         device=device_of(said["config"]),
-        defaults=SearchedValues.model_validate({name: in_force[name] for name in always}),
+        defaults=SearchedValues.model_validate({name: in_force[name] for name in TunedParameters.model_fields}),
     )
 
 

@@ -15,7 +15,7 @@ from tuner.engines import vllm, vllm_install
 from tuner.engines.adapter import recognised
 from tuner.engines.vllm import VLLM
 from tuner.engines.vllm_config import captures_graphs, device_of
-from tuner.engines.vllm_install import Question, python_of, told
+from tuner.engines.vllm_install import Question, flags_of, python_of, told
 from tuner.inputs import InputError
 from tuner.job import EngineSpec
 from tuner.records import Failed, FailureKind
@@ -49,10 +49,18 @@ def test_every_parameter_is_explicit_and_false_has_its_own_flag() -> None:
     assert _line(CONFIG, EngineSpec(name="vllm"))[:2] == ["vllm", "serve"]
 
 
-@pytest.mark.parametrize(("size", "executor"), [(1, "uni"), (2, "mp")])
-def test_no_executor_takes_our_ray_for_its_own(size: int, executor: str) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "executor"),
+    [
+        ({}, "uni"),
+        ({"tensor_parallel_size": 2}, "mp"),
+        ({"pipeline_parallel_size": 2}, "mp"),
+        ({"data_parallel_size": 2}, "uni"),
+    ],
+)
+def test_no_executor_takes_our_ray_for_its_own(parallel: dict[str, int], executor: str) -> None:
     """Under Ray vLLM would place its workers by Ray, on GPUs that other trials have."""
-    line = _line(CONFIG.model_copy(update={"tensor_parallel_size": size}))
+    line = _line(CONFIG.model_copy(update=parallel))
     assert line[line.index("--distributed-executor-backend") + 1] == executor
 
 
@@ -206,6 +214,18 @@ def test_what_cannot_be_launched_is_an_error_before_the_first_launch(
     """A flag of another version would make every launch exit at once, minutes apart."""
     with pytest.raises(InputError, match=told_of):
         told(QUESTION, said, log)
+
+
+def test_flags_are_known_however_they_are_written() -> None:
+    """Underscores, `=` and keys of a group are all the same to vLLM: none makes a known flag an unknown one."""
+    written = ["--max_model_len=1024", "--compilation-config.cudagraph_mode", "NONE", "-1", "--no-enable-log-requests"]
+    assert flags_of(written) == {"--max-model-len", "--compilation-config", "--no-enable-log-requests"}
+
+
+def test_what_has_no_name_goes_to_the_command_line_as_it_is() -> None:
+    """A flag that kneetune does not know is the user's own business, and is checked against the version."""
+    line = _line(CONFIG.model_copy(update={"extra_args": ("--max-lora-rank", "16")}))
+    assert line[-2:] == ["--max-lora-rank", "16"]
 
 
 def test_the_python_behind_a_command_is_found(tmp_path: Path) -> None:
