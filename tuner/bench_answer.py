@@ -6,7 +6,7 @@ from typing import Literal
 
 from tuner.analysis.diagnosis import climbed
 from tuner.analysis.outage import outage
-from tuner.analysis.slo import over_limits
+from tuner.analysis.slo import over_within_the_fence
 from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, SafeRateFigure, Slo
 from tuner.elsewhere.stage import Axis
 from tuner.engine_config import EngineConfig
@@ -153,7 +153,7 @@ def _more_stages(answer: BenchAnswer) -> str:
 def _at_the_fence(answer: BenchAnswer) -> str:
     """More requests at once help only where those that the fence lets in are inside the limits."""
     point, ladder = answer.operating_point, climbed(answer.stages)
-    over = None if answer.slo is None or not ladder else over_limits(ladder[-1], answer.slo)
+    over = None if answer.slo is None or not ladder else over_within_the_fence(ladder[-1], answer.slo)
     stay = (
         "loosen the SLO: no load is known to meet it" if point is None else f"stay at {point.load} concurrent requests"
     )

@@ -76,6 +76,10 @@ def test_a_fence_is_not_to_be_raised_where_the_limits_are_left_below_it() -> Non
     move = next_move(answer)
     assert f"at load {top}, within the fence, p95" in move
     assert "does not help" in move
+    thinking = tuple(stage.model_copy(update={"thinks": True}) for stage in answer.stages)
+    late = {"slo": answer.slo.model_copy(update={"ttft_p95_ms": 1.0, "itl_p95_ms": 1e6}), "stages": thinking}
+    # Some of their requests wait at the fence at loads that fit it on average: that a higher one does mend.
+    assert "higher max_num_seqs and measure again" in next_move(answer.model_copy(update=late))
     wide = answer.slo.model_copy(update={"ttft_p95_ms": 1e6, "itl_p95_ms": 1e6})
     assert "higher max_num_seqs and measure again" in next_move(answer.model_copy(update={"slo": wide}))
 

@@ -18,7 +18,7 @@ from tuner.analysis.diagnosis import (
     climbed,
     step_budget,
 )
-from tuner.analysis.slo import over_limits
+from tuner.analysis.slo import over_within_the_fence
 from tuner.answer import Advice, KneeFinding, Slo
 from tuner.engine_config import EngineConfig
 from tuner.memory_model import MemoryModel
@@ -70,7 +70,7 @@ def advise(
     """
     evidence = finding.evidence[-1] if finding.evidence else "the stages do not tell what saturates"
     top = climbed(stages)[-1:]
-    over = "" if slo is None or not top else over_limits(top[0], slo)
+    over = "" if slo is None or not top else over_within_the_fence(top[0], slo)
     bend = bend_of(stages, knee)
     case = _Case(finding=finding, bend=bend, config=config, facts=facts, over=over, evidence=evidence)
     return (
