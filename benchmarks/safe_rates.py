@@ -7,7 +7,7 @@ is judged by. `wrong` is the share of answers whose true p95 is over the limit.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pool
 
@@ -25,6 +25,8 @@ from tuner.records import Estimate, RequestRecord
 NO_LIMIT_MS = 1e12
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95)
 MIN_REQUESTS = 120
+LOOKS = 200
+"""Moments at which a stage may be looked at; a real one is asked ten times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,12 @@ def measured(queue: Queue, rate_rps: float, limit_s: float | None, longest_s: fl
     log = log_of(queue.serve(rate_rps, int(1.4 * longest_s * rate_rps) + 100, rng))
     ended, log.records = log.records, []
     start_s = _warm_s(ended, rate_rps)
-    slo = Slo(ttft_p95_ms=1e3 * (limit_s or 0.0), itl_p95_ms=NO_LIMIT_MS)
+    slo = Slo(ttft_p95_ms=NO_LIMIT_MS if limit_s is None else 1e3 * limit_s, itl_p95_ms=NO_LIMIT_MS)
     looks, growth = steady.Looks(MIN_REQUESTS / rate_rps), steady.Looks(saturation.FEWEST_S)
     grows = False
-    for end_s in _poll(start_s, longest_s):
+    for number in range(1, LOOKS + 1):
+        end_s, last = start_s + longest_s * number / LOOKS, number == LOOKS
         window = Window(start_s, end_s)
-        last = end_s >= start_s + longest_s
         saturated, due = growth.is_due(window.length_s, request_s=0.0), looks.is_due(window.length_s, request_s=0.0)
         if not (saturated or due or last):
             continue
@@ -108,11 +110,6 @@ def _warm_s(ended: Sequence[RequestRecord], rate_rps: float) -> float:
         if number >= max(5.0, rate_rps * total_s / number):
             return record.finished_s
     return ended[-1].finished_s
-
-
-def _poll(start_s: float, longest_s: float) -> Iterator[float]:
-    """When a stage is looked at: often at first, then at two hundred moments."""
-    yield from (start_s + longest_s * number / 200 for number in range(1, 201))
 
 
 def searched(queue: Queue, limit_s: float, search: Search, seed: int) -> tuple[SafeRate, int]:

@@ -9,8 +9,7 @@ from typing import Literal
 from tuner.analysis.combine import operating_point_of
 from tuner.analysis.diagnosis import diagnose
 from tuner.analysis.fence import fenced_beyond, is_held_back, ladder_knee, recognised_fence
-from tuner.analysis.knee import point_of
-from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
+from tuner.analysis.open_loop import find_open_loop_knee, open_loop_point
 from tuner.analysis.outage import outage
 from tuner.analysis.rates import none_safe, safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
@@ -66,8 +65,7 @@ def conclude(stages: Sequence[StageRecord], asked: Asked) -> Benched:
         source = None if fence is None else "recognised"
         closed = fenced_beyond(closed, fence)
     if rated and not closed:
-        points = [OpenLoopPoint(point=point_of(s), request_throughput_rps=s.request_throughput_rps) for s in rated]
-        finding, _ = find_open_loop_knee(points, fence=fence, seed=asked.seed)
+        finding, _ = find_open_loop_knee([open_loop_point(s) for s in rated], fence=fence, seed=asked.seed)
     else:
         finding = ladder_knee(closed, fence=fence, seed=asked.seed)
     because: tuple[str, ...] = ()

@@ -12,7 +12,10 @@ grow without end, so it is no place to stand. Two rules, by what is known:
 - *Saturation.* Without N there is no latency, and nothing but the bend can be told: the last rate that was kept up
   with.
 
-Kept up with is a rate whose X is 0.95 or more of what was offered: one within c / 0.95.
+Kept up with is a rate whose X is 0.95 or more of what was sent: one within c / 0.95. What was sent, where it is known,
+and not what was offered: random arrivals scatter around that by one over the root of their number. Over a window
+completions and arrivals differ by what is in flight at its two ends, which scatters, too, by sqrt(2 N) over the number
+that was sent (N at either end as a Poisson variable); 1.645 times that is allowed for.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from scipy.optimize import isotonic_regression
 
 from tuner.analysis.cross_checks import kneedle, ten_percent_per_doubling
 from tuner.analysis.curve import DEFAULT_RELATIVE_NOISE, FloatArray
-from tuner.analysis.knee import DEFAULT_R, FEWEST_STAGES, LadderPoint, last_without_preemptions, tail_onset
+from tuner.analysis.knee import DEFAULT_R, FEWEST_STAGES, LadderPoint, last_without_preemptions, point_of, tail_onset
 from tuner.answer import CrossChecks, KneeFinding, LadderVerdict
+from tuner.records import StageRecord
 
 KEPT_UP = 0.95
 """Share of the offered load that counts as kept up with."""
@@ -37,6 +41,7 @@ KEPT_UP = 0.95
 IN_FLIGHT_NOISE = 0.1
 """Standard deviation assumed of log N: queues differ more between reruns than throughput does."""
 
+_ONE_SIDED_Z = 1.645
 _NUM_CAPACITIES = 400
 _CLEARLY = 1.25
 
@@ -56,14 +61,40 @@ class OpenLoopPoint:
     """With its `rate_rps`; the load is the mean number in flight, NaN where that is not known."""
 
     request_throughput_rps: float | None = None
+    sent_rps: float | None = None
+    """What was sent of the rate; None: not known, and taken to be the rate."""
+
+    noise: float = 0.0
+    """Standard deviation of the logarithm of completions over arrivals, where the server keeps up."""
+
+    @property
+    def rate_rps(self) -> float:
+        """As sent, where that is known; else as offered."""
+        return self.sent_rps if self.sent_rps is not None and _is_known(self.sent_rps) else self.point.name
+
+
+def open_loop_point(stage: StageRecord) -> OpenLoopPoint:
+    """A stage under a rate, with what was sent of it and how completions scatter around that."""
+    sent = 0.0 if stage.sent_rps is None else stage.sent_rps * stage.measured_s
+    return OpenLoopPoint(
+        point=point_of(stage),
+        request_throughput_rps=stage.request_throughput_rps,
+        sent_rps=stage.sent_rps,
+        noise=math.sqrt(2 * stage.mean_in_flight) / sent if sent > 0 else 0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Ladder:
-    """Usable stages in rising rate; arrays of shape (stages,), natural logarithms."""
+    """Usable stages in rising rate as offered; arrays of shape (stages,), natural logarithms."""
 
     points: list[LadderPoint]
     log_rates: FloatArray
+    """As sent, where that is known."""
+
+    slack: FloatArray
+    """How far chance alone may put completions below arrivals."""
+
     log_served: FloatArray
     served_is_offered: bool
     """Whether what was served is in the rate's own unit, requests per second."""
@@ -142,7 +173,12 @@ def _mean(group: list[OpenLoopPoint]) -> OpenLoopPoint:
         fenced=any(point.fenced for point in points),
     )
     served = _geometric_mean([each.request_throughput_rps for each in group])
-    return OpenLoopPoint(point=merged, request_throughput_rps=served)
+    return OpenLoopPoint(
+        point=merged,
+        request_throughput_rps=served,
+        sent_rps=_geometric_mean([each.sent_rps for each in group]),
+        noise=math.sqrt(math.fsum(each.noise**2 for each in group)) / len(group),
+    )
 
 
 def _geometric_mean(values: Sequence[float | None]) -> float | None:
@@ -158,7 +194,8 @@ def _ladder(usable: Sequence[OpenLoopPoint]) -> _Ladder:
     in_flight = [point.load for point in points]
     return _Ladder(
         points=points,
-        log_rates=np.log([point.name for point in points]),
+        log_rates=np.log([each.rate_rps for each in usable]),
+        slack=_ONE_SIDED_Z * np.array([each.noise for each in usable]),
         log_served=np.log(completions if offered_known else [point.throughput for point in points]),
         served_is_offered=offered_known,
         log_in_flight=np.log(in_flight) if all(map(_is_known, in_flight)) else None,
@@ -169,12 +206,15 @@ def _best(ladder: _Ladder, log_served: FloatArray, log_in_flight: FloatArray | N
     """Index of the knee by the rule that applies, -1 where nothing was kept up with; a row of `log_served` a ladder."""
     log_rates = ladder.log_rates
     capacity = _capacity(log_rates, log_served, served_is_offered=ladder.served_is_offered)
-    kept_up = log_rates <= capacity[:, None] - math.log(KEPT_UP) + 1e-9
-    last: npt.NDArray[np.intp] = kept_up.sum(axis=1) - 1
+    # A stage of few requests is not known to be served less than it was sent.
+    served = np.minimum(log_rates, capacity[:, None] + ladder.slack)
+    kept_up = log_rates <= served - math.log(KEPT_UP) + 1e-9
+    # The last one kept up with; what was sent need not rise with what was offered.
+    last: npt.NDArray[np.intp] = np.where(kept_up.any(axis=1), len(log_rates) - 1 - kept_up[:, ::-1].argmax(axis=1), -1)
     if log_in_flight is None:
         return last
     level = np.array([isotonic_regression(row).x for row in np.atleast_2d(log_in_flight)])
-    power = (1 + r) * np.minimum(log_rates, capacity[:, None]) - level
+    power = (1 + r) * served - level
     best: npt.NDArray[np.intp] = np.minimum(np.where(kept_up, power, -np.inf).argmax(axis=1), last)
     return best
 
@@ -182,7 +222,7 @@ def _best(ladder: _Ladder, log_served: FloatArray, log_in_flight: FloatArray | N
 def _capacity(log_rates: FloatArray, log_served: FloatArray, *, served_is_offered: bool) -> FloatArray:
     """Log of c in X = m min(rate, c); a row a ladder. Below the lowest rate or above the highest it is only that."""
     held = np.maximum.accumulate(log_served, axis=1)
-    capacities = np.linspace(log_rates[0] - math.log(2), log_rates[-1] + math.log(2), _NUM_CAPACITIES)
+    capacities = np.linspace(log_rates.min() - math.log(2), log_rates.max() + math.log(2), _NUM_CAPACITIES)
     gaps = held[:, None, :] - np.minimum(log_rates, capacities[:, None])
     if not served_is_offered:
         gaps = gaps - gaps.mean(axis=2, keepdims=True)

@@ -77,6 +77,35 @@ def test_ladders_without_a_knee(knows: str) -> None:
     assert find_open_loop_knee([])[0].verdict is LadderVerdict.TOO_FEW_STAGES
 
 
+def _scattered(rate: float, capacity: float, rng: np.random.Generator) -> OpenLoopPoint:
+    """120 random arrivals, or five seconds of them, that take a second each; past capacity the rest is not served."""
+    window_s = max(5.0, 120 / rate)
+    sent = int(rng.poisson(rate * window_s))
+    in_flight_s = rng.poisson(rate, size=2)
+    done = min(sent + int(in_flight_s[0] - in_flight_s[1]), int(capacity * window_s))
+    point = LadderPoint(
+        load=sent / window_s + max(0.0, rate - capacity) * 60, throughput=TOKENS * done / window_s, rate_rps=rate
+    )
+    noise = math.sqrt(2 * rate) / sent
+    return OpenLoopPoint(point=point, request_throughput_rps=done / window_s, sent_rps=sent / window_s, noise=noise)
+
+
+@pytest.mark.parametrize("rates", [(1, 2, 4, 8, 16), (10, 20, 30, 40, 50, 60)])
+def test_chance_in_the_arrivals_is_no_knee(rates: tuple[float, ...]) -> None:
+    """46 of 50 requests happened to come, and 46 were served: a server that keeps up with all has no knee."""
+    ladders = [[_scattered(r, 1e6, np.random.default_rng((seed, int(r)))) for r in rates] for seed in range(150)]
+    found = [find_open_loop_knee(ladder, num_bootstrap=1)[0].verdict for ladder in ladders]
+    assert found.count(LadderVerdict.NOT_REACHED) >= 0.95 * len(found)
+
+
+def test_chance_in_the_arrivals_hides_no_knee() -> None:
+    """A server that holds half of the highest rate has a knee, however its arrivals scatter."""
+    rates = (5, 10, 20, 30, 40, 60)
+    ladders = [[_scattered(r, 30, np.random.default_rng((seed, r))) for r in rates] for seed in range(100)]
+    found = [find_open_loop_knee(ladder, num_bootstrap=1)[0] for ladder in ladders]
+    assert sum(each.load is not None and each.load <= 30 for each in found) >= 95
+
+
 def test_a_fence_that_was_met_is_said() -> None:
     """Rates whose requests filled the fence end at a limit of one's own."""
     ladder = [_point(rate, 20.0) for rate in RATES]
