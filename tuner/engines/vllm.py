@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from tuner.engine_config import EngineConfig, Setting
 from tuner.engines import vllm_log
 from tuner.engines.adapter import Installed, Reading, asked
 from tuner.engines.device_return import NotFree
+from tuner.engines.kv_block import kv_block_bytes
 from tuner.engines.process import how_it_ended, read_url
 from tuner.engines.vllm_config import captures_graphs, device_of, parameters
 from tuner.engines.vllm_install import Question, ask, flags_of
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, TuningJob
+from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import read_infos
 from tuner.parameters import SearchedValues
 from tuner.records import EngineFacts, Failed, FailureKind
@@ -132,6 +136,7 @@ class VllmEngine:
             memory_total_bytes=vllm_log.memory_total(text),
             memory_reserved_bytes=memory.requested_bytes,
             weights_bytes=memory.weights_bytes,
+            kv_block_bytes=_block_bytes(config, in_force, caches, memory),
             captures_graphs=captures_graphs(config),
         )
         return Reading(model_name=model_name, in_force=in_force, facts=facts, memory=memory)
@@ -189,6 +194,30 @@ def _flag(name: str) -> str:
 def _first_cpus(count: int) -> str:
     """The first CPUs that this process may use, as vLLM's thread binding takes them."""
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:count]))
+
+
+def _block_bytes(
+    config: Mapping[str, Any],
+    in_force: Mapping[str, Setting],
+    caches: list[dict[str, str]],
+    memory: EngineMemory,
+) -> int | None:
+    """By the shape of a model that is on this machine; None where it is not, or is of another kind."""
+    size, blocks = (_whole(caches[0].get(name)) if caches else None for name in ("block_size", "num_gpu_blocks"))
+    shape = _shape(str(config["model_config"]["model"]))
+    if size is None or blocks is None or shape is None or memory.kv_cache_bytes is None:
+        return None
+    return kv_block_bytes(shape, in_force, block_size=size, blocks_a_core=blocks, kv_cache_bytes=memory.kv_cache_bytes)
+
+
+def _shape(model: str) -> dict[str, Any] | None:
+    """A model's config.json: of a folder, or of what was downloaded before."""
+    try:
+        file = Path(model) / "config.json" if Path(model).is_dir() else try_to_load_from_cache(model, "config.json")
+        shape = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
+    except (OSError, ValueError):
+        return None
+    return shape if isinstance(shape, dict) else None
 
 
 def _whole(text: str | None) -> int | None:
