@@ -46,6 +46,15 @@ async def test_a_rate_is_a_stage_of_its_own_and_no_point_of_a_knee_curve() -> No
     assert StageRecord.model_validate_json(record.model_dump_json()) == record
 
 
+async def test_a_rate_is_not_measured_while_the_server_fills() -> None:
+    """Half a second into requests that take one and a half, fewer are in flight than ever after."""
+    async with running_stub(Behaviour(ttft_s=1.5)) as stub:
+        arrivals = {"arrivals": {"kind": "constant"}}
+        limits = {"max_warm_up_s": 0.5, "max_s": 2.0}
+        record = (await measure(stub, 20.0, StageKind.RATE, {**SMALL, **arrivals}, **limits)).record
+    assert any("measured before as many requests had ended" in reason for reason in record.invalid_reasons)
+
+
 async def test_a_rate_above_capacity_ends_as_a_finding() -> None:
     """Ten a second are served and twenty come: no window will ever be steady, and no user is served in time."""
     async with running_stub(Behaviour(ttft_s=0.1), num_slots=1) as stub:
