@@ -77,7 +77,18 @@ def _operating(answer: BenchAnswer) -> Table | None:
 
 
 def _stages(answer: BenchAnswer) -> Table:
-    head = ("Load", "Output throughput", "p95 TTFT", "p95 ITL", "Running, waiting", "Preemptions", "KV use", "Stage")
+    ordered = sorted(answer.stages, key=lambda stage: (stage.loop == "open", stage.load, stage.index))
+    head = (
+        "Load",
+        "Output throughput",
+        "p95 TTFT",
+        "p95 ITL",
+        "Running, waiting",
+        "Preemptions",
+        "KV use",
+        "Measured as",
+        "Stage",
+    )
     return Table(
         head,
         tuple(
@@ -89,12 +100,13 @@ def _stages(answer: BenchAnswer) -> Table:
                 Cell(f"{_mean(stage.mean_running)}, {_mean(stage.mean_waiting)}"),
                 Cell(wording.count(stage.num_preemptions)),
                 Cell(wording.share(stage.kv_cache_usage_peak)),
+                Cell(f"no. {stage.index + 1}"),
                 Cell(
                     "past the fence" if stage.fenced else "valid" if stage.valid else "left out",
                     "; ".join(stage.invalid_reasons),
                 ),
             )
-            for stage in answer.stages
+            for stage in ordered
         ),
     )
 
@@ -117,6 +129,7 @@ def _provenance(answer: BenchAnswer) -> Table:
         ("Workload", f"{answer.workload.name} ({answer.workload_hash})"),
         ("Prefix cache before the first stage", answer.prefix_cache),
         ("Seed", str(answer.seed)),
+        ("Command", answer.command or wording.UNKNOWN),
         ("Took", wording.duration(answer.wall_s)),
         ("kneetune", answer.kneetune_version),
         ("Created", answer.created),

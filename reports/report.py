@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,8 +49,8 @@ def render(
     return rendered("report.html.j2", title=title, headline=said.headline, page=said, charts=charts)
 
 
-def rendered(template: str, **said: object) -> str:
-    """A page by one of the templates beside this file, with everything it needs inside."""
+def rendered(template: str, *, charts: Mapping[str, EmbeddedChart], **said: object) -> str:
+    """A page by one of the templates beside this file, with everything it needs inside: plotly where it has charts."""
     environment = Environment(
         loader=PackageLoader("reports", ""),
         autoescape=True,
@@ -59,7 +59,8 @@ def rendered(template: str, **said: object) -> str:
         lstrip_blocks=True,
     )
     # Plotly's own source: a closing script tag in it would already break every page that inlines it.
-    return environment.get_template(template).render(plotly_js=Markup(plotly.offline.get_plotlyjs()), **said)  # noqa: S704
+    plotly_js = Markup(plotly.offline.get_plotlyjs()) if charts else ""  # noqa: S704
+    return environment.get_template(template).render(plotly_js=plotly_js, charts=charts, **said)
 
 
 class Chart(NamedTuple):

@@ -9,34 +9,32 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Protocol
 
 import uvloop
-from pydantic import Field, field_validator, model_validator
 
-from tuner.analysis.benched import Asked, FenceSource, ceiling_rps, conclude
+from tuner import wording
+from tuner.analysis.benched import Asked, Benched, FenceSource, ceiling_rps, conclude
 from tuner.analysis.outage import outage
 from tuner.analysis.rates import RateSearch
-from tuner.answer import Slo
+from tuner.answer import LadderVerdict
 from tuner.bench_answer import BenchAnswer
-from tuner.climb import POISSON, Climb, climb
+from tuner.bench_options import BenchOptions
+from tuner.climb import POISSON, RATE_REQUESTS, Climb, climb, stage_spec
 from tuner.elsewhere.stage import Axis
 from tuner.engine_config import EngineConfig
 from tuner.engines.running import Server, discover, reset_prefix_cache
 from tuner.first_request import check_first_request
-from tuner.frozen import Record
-from tuner.inputs import DurationS, InputError
-from tuner.job import MeasureSpec
-from tuner.ladder import FixedSteps, Ladder, LadderStep, Plan, most_stages
-from tuner.ladder_answer import knee_figures, verdict_of
-from tuner.load.arrivals import Constant, mean_rate_rps
+from tuner.inputs import InputError
+from tuner.ladder import FixedSteps, Ladder, LadderStep, Plan, most_stages, next_step
+from tuner.ladder_answer import AnswerVerdict, knee_figures, verdict_of
+from tuner.load.arrivals import Constant
 from tuner.load.connection import Endpoint
-from tuner.load.traces import read_trace
 from tuner.load.workload import Workload, WorkloadError
-from tuner.measure.spec import Target
+from tuner.measure.spec import StageSpec, Target
 from tuner.progress import Clock
 from tuner.records import StageKind, StageRecord
-from tuner.store import write_whole
+from tuner.store import kept_stages, write_whole
 
 FIRST_LADDER = 0
 """A bench is one climb."""
@@ -45,75 +43,14 @@ SHORTEST_REQUEST_S = 1e-3
 """No request counts as shorter: stages are not to shrink to nothing."""
 
 
-class BenchOptions(Record):
-    """What to measure a running server with."""
-
-    model: str | None = None
-    workload: Workload
-    max_load: int = Field(default=1024, ge=2, le=65_536)
-    loads: tuple[Annotated[int, Field(ge=1, le=65_536)], ...] = ()
-    """Measure just these; none climbs until the knee is behind."""
-
-    rates: tuple[Annotated[float, Field(gt=0, le=1e6)], ...] = ()
-    """Measure just these rates, in requests per second, and no users who wait."""
-
-    arrivals: Literal["poisson", "constant"] | None = None
-    """How requests come at a rate. Without `rates`, the safe rate is looked for below what users got."""
-
-    slo_ttft_p95: DurationS | None = None
-    slo_itl_p95: DurationS | None = None
-    measure: MeasureSpec
-    fence: int | None = Field(default=None, ge=1)
-    seed: int = Field(ge=0)
-
-    @field_validator("slo_ttft_p95", "slo_itl_p95")
-    @classmethod
-    def _positive(cls, seconds: float | None) -> float | None:
-        if seconds is not None and seconds <= 0:
-            raise ValueError("a limit must be above zero")
-        return seconds
-
-    @model_validator(mode="after")
-    def _one_axis(self) -> BenchOptions:
-        loop = self.workload.loop
-        if loop == "batch":
-            raise ValueError(f"workload {self.workload.name}: a batch has neither users nor a rate: leave arrivals out")
-        if self.loads and (self.rates or loop == "open"):
-            raise ValueError("--loads are users who wait, and this is measured at rates: leave --loads out")
-        if self.arrivals is not None and loop == "open":
-            raise ValueError(f"workload {self.workload.name} says itself how requests come: leave --arrivals out")
-        if self.workload.chat is not None and (self.rates or self.arrivals is not None):
-            raise ValueError(
-                f"workload {self.workload.name} is a chat with turns, and a rate would be of conversations, not of "
-                "requests: leave --rates and --arrivals out, or take a workload without turns"
-            )
-        if loop == "open" and not self.rates and self.workload.trace is None:
-            raise ValueError(f"workload {self.workload.name} has arrivals and no rate: give --rates 1,2,4")
-        return self
-
-    @property
-    def slo(self) -> Slo | None:
-        """The limits, where both were given."""
-        if self.slo_ttft_p95 is None or self.slo_itl_p95 is None:
-            return None
-        return Slo(ttft_p95_ms=1000 * self.slo_ttft_p95, itl_p95_ms=1000 * self.slo_itl_p95)
-
-    @property
-    def at_rates(self) -> tuple[float, ...]:
-        """The rates that are measured in place of users; a trace that is replayed has its own. Requests per second."""
-        if self.rates or self.workload.loop != "open" or self.workload.trace is None:
-            return tuple(sorted(set(self.rates)))
-        times_s = read_trace(self.workload.trace).times_s
-        if times_s is None:
-            raise InputError(f"workload {self.workload.name}: its trace has no times: give --rates")
-        return (mean_rate_rps(times_s),)
-
-
 class BenchWatcher(Protocol):
     """Somebody who looks on."""
 
     def note(self, text: str) -> None:
         """Something a person should know."""
+
+    def stage_began(self, spec: StageSpec) -> None:
+        """A stage is about to be measured."""
 
     def stage_ended(self, stage: StageRecord, clock: Clock) -> None:
         """A stage was measured."""
@@ -129,7 +66,7 @@ def run_bench(
 ) -> BenchAnswer:
     """Measure the server at `endpoint`; stages are kept in `directory` as they end.
 
-    A `KeyboardInterrupt` in a stage gives that stage up; the answer comes from those before.
+    A `KeyboardInterrupt` in a stage gives that stage up; the answer comes from all that were kept before.
 
     Raises:
         InputError: where the server cannot be measured so; no stage has been measured then.
@@ -144,14 +81,16 @@ def run_bench(
     for text in _opening(server, options, prefix_cache):
         watcher.note(text)
     task = _task(server, options, first_request_s=first_s)
+    watcher.note(_expected(task))
     stages: list[StageRecord] = []
     interrupted = False
     try:
-        for stage in _measured(task, target, options, directory, goes_on=lambda: not stop_requested()):
+        for stage in _measured(task, target, options, directory, watcher, goes_on=lambda: not stop_requested()):
             stages.append(stage)
             watcher.stage_ended(stage, _clock(begun_s, task.plan, stages))
     except KeyboardInterrupt:
-        interrupted = True
+        # Not what was seen here: a stage may have been kept and not yet handed over.
+        interrupted, stages = True, kept_stages(directory)
     except WorkloadError as error:
         raise InputError(str(error)) from None
     return _answer(
@@ -194,23 +133,57 @@ def _fence(server: Server, options: BenchOptions) -> int | None:
     return options.fence if options.fence is not None else server.facts.fence
 
 
+def _expected(task: Climb) -> str:
+    """How long it will take at the most, and why, before it begins."""
+    sooner = "a stage ends as soon as it knows enough"
+    if not isinstance(task.plan, FixedSteps):
+        longest = wording.duration(_most_s(stage_spec(task, LadderStep(kind=StageKind.LADDER, load=1), [])))
+        return (
+            f"up to {most_stages(task.plan)} stages, at most {longest} each while the server is as fast as now; "
+            f"{sooner}, and the ladder once the knee is behind"
+        )
+    specs = [stage_spec(task, step, []) for step in task.plan.steps]
+    stages = "1 stage" if len(specs) == 1 else f"{len(specs)} stages"
+    total = f"{stages}, at most {wording.duration(sum(map(_most_s, specs)))} in all; {sooner}"
+    if task.plan.steps[0].kind is not StageKind.RATE or specs[0].has_an_end:
+        return total
+    needed = RATE_REQUESTS * task.measure.min_requests
+    return f"{total}, and at a rate that is after {needed} requests: a p95 needs them, whatever --time says"
+
+
+def _most_s(spec: StageSpec) -> float:
+    return spec.max_warm_up_s + spec.max_s
+
+
 def _measured(
-    task: Climb, target: Target, options: BenchOptions, directory: Path, *, goes_on: Callable[[], bool]
+    task: Climb,
+    target: Target,
+    options: BenchOptions,
+    directory: Path,
+    watcher: BenchWatcher,
+    *,
+    goes_on: Callable[[], bool],
 ) -> Iterator[StageRecord]:
     """The ladder, and after it the safe rate where it was asked for."""
     stages: list[StageRecord] = []
 
-    def may_go_on(so_far: Sequence[StageRecord]) -> bool:
-        return goes_on() and outage(so_far) is None
+    def climbed(task: Climb) -> Iterator[StageRecord]:
+        def begins(so_far: Sequence[StageRecord]) -> bool:
+            if not goes_on() or outage(so_far) is not None:
+                return False
+            step = next_step(task.plan, so_far)
+            if step is not None:
+                watcher.stage_began(stage_spec(task, step, so_far))
+            return True
 
-    for stage in climb(task, target, kept=(), directory=directory, goes_on=may_go_on):
-        stages.append(stage)
-        yield stage
+        for stage in climb(task, target, kept=tuple(stages), directory=directory, goes_on=begins):
+            stages.append(stage)
+            yield stage
+
+    yield from climbed(task)
     slo, ceiling = conclude(stages, _asked(options, task.fence)).slo, ceiling_rps(stages)
-    if options.arrivals is None or options.at_rates or slo is None or ceiling is None or not may_go_on(stages):
-        return
-    search = RateSearch(slo=slo, ceiling_rps=ceiling)
-    yield from climb(replace(task, plan=search), target, kept=tuple(stages), directory=directory, goes_on=may_go_on)
+    if options.arrivals is not None and not options.at_rates and slo is not None and ceiling is not None:
+        yield from climbed(replace(task, plan=RateSearch(slo=slo, ceiling_rps=ceiling)))
 
 
 def _plan(server: Server, options: BenchOptions) -> Plan:
@@ -256,10 +229,7 @@ def _answer(
     source: FenceSource = "given" if options.fence is not None else "told"
     asked = _asked(options, _fence(server, options), source, server.facts.config)
     found = conclude(stages, asked)
-    is_given = found.slo is not None and not found.slo.derived
-    verdict = verdict_of(
-        found.finding, is_feasible=not is_given or (found.operating_point, found.safe_rate_rps) != (None, None)
-    )
+    verdict = _verdict(options, found)
     return BenchAnswer(
         verdict=verdict,
         knee=knee_figures(found.finding, verdict, found.finding.signals),
@@ -278,11 +248,23 @@ def _answer(
         seed=options.seed,
         prefix_cache=prefix_cache,
         interrupted=interrupted,
+        asked=options.at_rates or options.loads,
+        command=options.command,
         stages=found.stages,
         wall_s=wall_s,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         kneetune_version=metadata.version("kneetune"),
     )
+
+
+def _verdict(options: BenchOptions, found: Benched) -> AnswerVerdict:
+    """Rates that were asked for are an answer once each was measured, with a knee or without."""
+    if options.at_rates and found.finding.verdict is not LadderVerdict.KNEE:
+        measured = {stage.load for stage in found.stages if stage.valid}
+        return AnswerVerdict.MEASURED if measured >= set(options.at_rates) else AnswerVerdict.NOT_MEASURED
+    is_given = found.slo is not None and not found.slo.derived
+    is_feasible = not is_given or (found.operating_point, found.safe_rate_rps) != (None, None)
+    return verdict_of(found.finding, is_feasible=is_feasible)
 
 
 def _asked(

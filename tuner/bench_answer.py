@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tuner.analysis.diagnosis import climbed
+from tuner.analysis.knee import FEWEST_STAGES
 from tuner.analysis.outage import outage
 from tuner.analysis.slo import over_within_the_fence
 from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, SafeRateFigure, Slo
@@ -80,6 +81,12 @@ class BenchAnswer(LadderAnswer):
     interrupted: bool = False
     """Whether it was stopped before the ladder was climbed."""
 
+    asked: tuple[float, ...] = ()
+    """The loads or rates that were named; none: a ladder was climbed."""
+
+    command: str = ""
+    """The command line, without any key."""
+
     stages: tuple[StageRecord, ...]
     """Those past a recognised fence are marked."""
 
@@ -107,6 +114,22 @@ def headline(answer: BenchAnswer) -> str:
             return f"too few valid stages to look for a knee: {sum(stage.valid for stage in answer.stages)}"
         case AnswerVerdict.SLO_INFEASIBLE:
             return f"the knee is at {text(finding.load or 0.0)}, and no stage left of it is known to be inside the SLO"
+        case AnswerVerdict.MEASURED | AnswerVerdict.NOT_MEASURED:
+            return f"{_rates(answer)}; {_safe(answer)}"
+
+
+def _rates(answer: BenchAnswer) -> str:
+    measured = {stage.load for stage in answer.stages if stage.valid and stage.loop == "open"}
+    missing = [f"{rate:g}" for rate in answer.asked if rate not in measured]
+    named = "1 rate was" if len(answer.asked) == 1 else f"{len(answer.asked)} rates were"
+    return f"{named} asked for, " + (f"{', '.join(missing)}/s not measured" if missing else "all measured")
+
+
+def _safe(answer: BenchAnswer) -> str:
+    safe = answer.safe_rate_rps
+    if safe is not None:
+        return f"up to {safe.value:.3g} requests/s are inside the SLO"
+    return "without an SLO none is called safe" if answer.slo is None else "none was shown to be inside the SLO"
 
 
 def next_move(answer: BenchAnswer) -> str:
@@ -131,23 +154,36 @@ def _move(answer: BenchAnswer) -> str:
             return "loosen the SLO, or measure loads below the knee for longer: --loads, --time"
         case AnswerVerdict.FENCED:
             return _at_the_fence(answer)
+        case AnswerVerdict.NOT_REACHED if answer.asked:
+            return f"measure higher loads too: --loads {_and_higher(answer.asked)}"
         case AnswerVerdict.NOT_REACHED:
             return "raise --max-load"
         case AnswerVerdict.ALREADY_SATURATED:
             return "send shorter requests (--workload), or give the server more hardware"
-        case AnswerVerdict.TOO_FEW_STAGES:
+        case AnswerVerdict.TOO_FEW_STAGES | AnswerVerdict.MEASURED | AnswerVerdict.NOT_MEASURED:
             return _more_stages(answer)
 
 
 def _more_stages(answer: BenchAnswer) -> str:
-    """What keeps most stages from counting is what to change."""
+    """What keeps most stages from counting is what to change; where nothing does, there are too few."""
     reasons = [reason for stage in answer.stages for reason in stage.invalid_reasons]
     spoilt = {start: sum(reason.startswith(start) for reason in reasons) for start in (OTHERS, CLIENT_BOUND)}
     if spoilt[OTHERS]:
         return "take the others off the server while it is measured, or measure a replica that nobody uses"
-    if spoilt[CLIENT_BOUND] > len(reasons) / 2:
+    if reasons and spoilt[CLIENT_BOUND] > len(reasons) / 2:
         return "measure from a machine with cores to spare: the load generator was late by its own doing"
-    return "see above why stages were left out, and give them more time: --time"
+    if reasons:
+        return "give the stages that were left out, each says why, more time: --time"
+    if answer.interrupted:
+        return "let it climb to its end"
+    if answer.asked:
+        return f"a knee needs {FEWEST_STAGES} loads or more: leave --loads out, or name some: --loads 1,2,4,8,16"
+    return "raise --max-load: a knee needs more loads than there are up to there"
+
+
+def _and_higher(asked: tuple[float, ...]) -> str:
+    top = max(asked)
+    return ",".join(f"{load:g}" for load in (*asked, 2 * top, 4 * top))
 
 
 def _at_the_fence(answer: BenchAnswer) -> str:
@@ -164,8 +200,12 @@ def _at_the_fence(answer: BenchAnswer) -> str:
 
 def _next_rate(answer: BenchAnswer) -> str:
     safe = answer.safe_rate_rps
+    if answer.verdict is AnswerVerdict.NOT_MEASURED and not answer.interrupted:
+        return _more_stages(answer)
+    if safe is None and answer.slo is None:
+        return "give the limits that make a rate safe: --slo-ttft-p95 500ms --slo-itl-p95 50ms"
     if safe is None:
-        return "try lower rates, or give limits: --rates, --slo-ttft-p95, --slo-itl-p95"
+        return "try lower rates: --rates"
     if safe.high is None:
         return f"try rates above {safe.value:.3g}: every one so far is safe"
     return f"let no more than {safe.value:.3g} requests/s in, at the gateway"

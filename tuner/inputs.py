@@ -41,11 +41,23 @@ def parse_duration_s(text: object) -> float:
     """
     match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{text!r} is not a duration: write a number and its unit, such as 500ms, 30s, 10m or 1h")
+        raise ValueError(f"{text!r} is {_fault_of(text)}: write digits and a unit, such as 500ms, 30s, 10m or 1h")
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > MOST_SECONDS:
         raise ValueError(f"{text!r} is longer than a year: write at most {MOST_SECONDS / 3600:g}h")
     return seconds
+
+
+def _fault_of(text: object) -> str:
+    """Why a value is no duration, in words that follow it."""
+    written = text.strip().lower() if isinstance(text, str) else ""
+    if written.startswith("-") and _DURATION.fullmatch(written[1:].strip()):
+        return "below zero, and no time is"
+    if re.fullmatch(r"[+-]?(inf|infinity|nan)(ms|s|m|h)?", written):
+        return "not a finite time"
+    if isinstance(text, int | float) or re.fullmatch(r"\d+(\.\d+)?", written):
+        return "without a unit, and not a duration"
+    return "not a duration"
 
 
 def parse_size_bytes(text: object) -> int:

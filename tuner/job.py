@@ -13,7 +13,7 @@ from tuner.answer import Expected, Slo
 from tuner.engine_config import EngineConfig, FixedParameters
 from tuner.frozen import Record
 from tuner.inputs import DurationS, InputError, SizeBytes, read_preset, read_yaml, validated
-from tuner.load.workload import Workload, load_workload
+from tuner.load.workload import Workload, load_workload, paths_from
 from tuner.parameters import SearchedValues
 from tuner.redaction import redacted
 from tuner.space import SamplerName, SearchSpace, broken_condition, broken_rule, combinations, load_space
@@ -315,6 +315,8 @@ def load_job(path_or_preset: str, overrides: dict[str, object] | None = None) ->
             f"{path_or_preset}: a job is keys and values, this holds {_kind_of(data)}: start from the preset "
             "`default` in search_spaces/jobs/"
         )
+    if is_file:
+        data |= {name: paths_from(path.parent, data[name]) for name in ("workload", "burst") if name in data}
     job = validated(TuningJob, _merged(data, overrides or {}), where=path_or_preset)
     law = job.engine.law
     if law is not None and law.endswith(_YAML) and not Path(law).is_file():

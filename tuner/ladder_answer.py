@@ -19,6 +19,12 @@ class AnswerVerdict(StrEnum):
     SLO_INFEASIBLE = "slo_infeasible"
     """There is a knee, and no stage left of it is inside the limits that were given."""
 
+    MEASURED = "measured"
+    """Every rate that was asked for was measured; too few, or too low ones, to look for a knee."""
+
+    NOT_MEASURED = "not_measured"
+    """Some rate that was asked for has no valid stage."""
+
 
 class KneeFigures(Record):
     """The knee as a script reads it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from reports.bench import bench_info, render_bench, write_bench_report
 from tests.fakes.bench import bench_answer
-from tests.fakes.records import CHOSEN, ladder
+from tests.fakes.records import CHOSEN, ladder, rate_stage
 from tuner.bench_answer import headline, next_move
 from tuner.ladder_answer import AnswerVerdict
 
@@ -33,6 +34,38 @@ def test_the_chart_marks_what_is_past_the_fence() -> None:
     assert info is not None
     assert [point.load for point in info.points if point.overload] == [128]
     assert info.trial_fence == 64
+
+
+def test_the_table_rises_with_the_load_and_says_what_was_measured_when() -> None:
+    """A bisecting stage stands between its neighbours, not at the end, where nobody looks for it."""
+    answer = bench_answer(ladder(CHOSEN)).model_copy(
+        update={"command": "kneetune bench http://10.0.0.1:8000 --loads 1"}
+    )
+    rows = re.findall(r'<th scope="row">(\d+)</th>.*?no\. (\d+)</td>', render_bench(answer))
+    loads = [int(load) for load, _ in rows]
+    assert loads == sorted(stage.load for stage in answer.stages)
+    assert [int(number) for _, number in rows] != sorted(int(number) for _, number in rows)
+    assert "kneetune bench http://10.0.0.1:8000 --loads 1" in render_bench(answer)
+
+
+def test_plotly_is_inside_once_and_only_where_it_draws() -> None:
+    """A report opens without a network, and one without a chart weighs kilobytes and not megabytes."""
+    assert render_bench(bench_answer(ladder(CHOSEN))).count("plotly.js v") == 1
+    assert len(render_bench(bench_answer([rate_stage(CHOSEN, 0.5)]))) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("verdict", "asked", "told"),
+    [
+        (AnswerVerdict.NOT_REACHED, (), "raise --max-load"),
+        (AnswerVerdict.NOT_REACHED, (1.0, 4.0), "--loads 1,4,8,16"),
+        (AnswerVerdict.TOO_FEW_STAGES, (1.0, 2.0), "leave --loads out"),
+    ],
+)
+def test_the_next_move_is_one_that_can_be_made(verdict: AnswerVerdict, asked: tuple[float, ...], told: str) -> None:
+    """Who named the loads is not told to raise a limit that does not apply."""
+    answer = bench_answer(ladder(CHOSEN)).model_copy(update={"verdict": verdict, "asked": asked})
+    assert told in next_move(answer)
 
 
 @pytest.mark.parametrize("num_stages", [0, 1, 4])

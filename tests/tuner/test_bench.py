@@ -24,6 +24,7 @@ from tuner.load.workload import load_workload
 from tuner.measure.prometheus import parse_snapshot
 from tuner.measure.spec import Target
 from tuner.records import RequestRecord
+from tuner.store import kept_stages
 
 BASE_S, SLOPE_S = 0.02, 0.012
 """Of the known engine: a step with n running requests takes BASE + SLOPE n."""
@@ -159,6 +160,26 @@ def test_ctrl_c_keeps_what_there_is_and_the_server_goes_on(known: Serving, tmp_p
     assert known.process.poll() is None
 
 
+def test_sigterm_in_a_stage_keeps_those_that_were_whole(known: Serving, tmp_path: Path) -> None:
+    """A machine that goes down takes one stage with it and not the ladder, and the end is that of an interrupt."""
+    out = tmp_path / "out"
+    process = subprocess.Popen(_bench_command(known, out), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline_s = perf_counter() + 60
+        while len(kept_stages(out)) < 2 and perf_counter() < deadline_s:
+            sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    answer = BenchAnswer.model_validate_json((out / "bench.json").read_text())
+    assert answer.interrupted
+    assert list(answer.stages) == kept_stages(out)
+    assert len(answer.stages) >= 2
+    assert known.process.poll() is None
+
+
 def _metrics(server: Serving) -> str:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:  # noqa: S310 - our own server
         return str(answer.read().decode())
@@ -173,7 +194,7 @@ def test_ctrl_c_twice_ends_a_stage_at_once(known: Serving, tmp_path: Path) -> No
     try:
         assert process.stderr is not None
         for line in process.stderr:
-            if "prefix cache" in line:  # the last line before the first stage
+            if "at most" in line:  # the last line before the first stage
                 break
         while not parse_snapshot(_metrics(known), at_s=0.0).running:
             sleep(0.02)

@@ -15,10 +15,24 @@ def test_durations_with_a_unit(text: str, seconds: float) -> None:
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["500", 500, 0.5, "", "5 parsecs", "-1s", None, "1e3s"])
-def test_a_bare_number_is_no_duration(text: object) -> None:
-    """Seconds and milliseconds are never confused: without a unit there is no guess."""
-    with pytest.raises(ValueError, match="unit"):
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("500", "without a unit"),
+        (500, "without a unit"),
+        (0.5, "without a unit"),
+        ("", "not a duration"),
+        ("5 parsecs", "not a duration"),
+        ("-1s", "below zero"),
+        (None, "not a duration"),
+        ("1e3s", "not a duration"),
+        ("inf", "not a finite time"),
+        ("nans", "not a finite time"),
+    ],
+)
+def test_a_bare_number_is_no_duration(text: object, fault: str) -> None:
+    """Seconds and milliseconds are never confused: no unit is guessed, the fault is named, and what would do."""
+    with pytest.raises(ValueError, match=f"{fault}.*: write digits and a unit"):
         parse_duration_s(text)
 
 

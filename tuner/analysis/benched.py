@@ -13,7 +13,7 @@ from tuner.analysis.open_loop import find_open_loop_knee, open_loop_point
 from tuner.analysis.outage import outage
 from tuner.analysis.rates import none_safe, safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
-from tuner.answer import KneeFinding, LadderVerdict, OperatingPoint, SafeRateFigure, Slo
+from tuner.answer import KneeFinding, OperatingPoint, SafeRateFigure, Slo
 from tuner.engine_config import EngineConfig
 from tuner.records import StageRecord
 
@@ -148,8 +148,3 @@ def _unknown(stages: Sequence[StageRecord]) -> Iterator[str]:
         )
     if stages and all(stage.num_preemptions is None for stage in stages):
         yield "preemptions are not known: the knee may lie beyond loads that preempt"
-
-
-def has_answer(finding: KneeFinding) -> bool:
-    """Whether more stages would not be needed to say it: what an interrupted ladder may still answer."""
-    return finding.verdict not in (LadderVerdict.TOO_FEW_STAGES, LadderVerdict.NOT_REACHED)

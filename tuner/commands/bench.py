@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
-from tuner.analysis.benched import has_answer
-from tuner.bench import BenchOptions, run_bench, write_answer
+from tuner.bench import run_bench, write_answer
 from tuner.bench_answer import BenchAnswer
+from tuner.bench_options import BenchOptions
 from tuner.commands.bench_lines import answer_lines
-from tuner.commands.watch import stage_text
-from tuner.elsewhere.stage import Axis
-from tuner.inputs import InputError, read_yaml, validated
+from tuner.commands.bench_progress import BenchProgress
+from tuner.commands.options import duration_s, limit_ms, loads_in, rates_in
+from tuner.inputs import InputError, validated
 from tuner.ladder_answer import AnswerVerdict
 from tuner.load.connection import Endpoint
-from tuner.load.workload import Workload, load_workload
-from tuner.progress import Clock
-from tuner.records import StageRecord
+from tuner.load.workload import Workload, load_workload, read_workload
 from tuner.stopping import StopOnInterrupt
 from tuner.store import claim
 
 DEFAULT_WORKLOAD = "chat"
 MOST_SEED = 2**31
 """A fresh seed is drawn below it."""
+
+SHORTEST_STAGE_S = 1.0
+"""No stage is measured for less, unless less was asked for. Unit: seconds."""
 
 
 def bench(
@@ -45,7 +48,13 @@ def bench(
     ] = None,
     slo_ttft_p95: Annotated[str | None, typer.Option(help="Limit on p95 time to first token, such as 500ms.")] = None,
     slo_itl_p95: Annotated[str | None, typer.Option(help="Limit on p95 inter-token latency, such as 50ms.")] = None,
-    time: Annotated[str, typer.Option(help="Longest a stage is measured, and warmed up.")] = "30s",
+    time: Annotated[
+        str,
+        typer.Option(
+            help="Longest a stage is measured, and warmed up, unless its p95s need more: three times as long where "
+            "requests are slow; at a rate, until 120 requests came or 10 minutes are over."
+        ),
+    ] = "30s",
     fence: Annotated[int | None, typer.Option(help="The server's max_num_seqs, where it does not tell.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seeds every prompt; a fresh one by default.")] = None,
     api_key_env: Annotated[
@@ -56,49 +65,54 @@ def bench(
 ) -> None:
     """Climb a load ladder on a running server and say where its knee is.
 
-    Starts and stops no engine. Ctrl-C finishes the stage and answers from what there is; once more, at once.
+    Starts and stops no engine. Ctrl-C finishes the stage and answers from what there is; once more, or SIGTERM, at
+    once. Exit codes: 0 found what was asked for, 1 did not, 2 bad input, 130 interrupted before it was found.
     """
+    for option, limit in (("--slo-ttft-p95", slo_ttft_p95), ("--slo-itl-p95", slo_itl_p95)):
+        limit_ms(option, limit)
     options = _options(
         model=model,
         workload=workload,
         max_load=max_load,
-        loads=loads,
-        rates=rates,
+        loads=loads_in("--loads", loads),
+        rates=rates_in("--rates", rates),
         arrivals=arrivals,
         slo_ttft_p95=slo_ttft_p95,
         slo_itl_p95=slo_itl_p95,
-        measure={"max_time": time, "max_warm_up": time},
+        measure=_measure(time),
         fence=fence,
         seed=secrets.randbelow(MOST_SEED) if seed is None else seed,
+        command=shlex.join(["kneetune", *sys.argv[1:]]),
     )
     endpoint = _endpoint(url, api_key_env)
     directory = _directory(out, endpoint)
     try:
-        with StopOnInterrupt(_say) as stop:
-            answer = run_bench(endpoint, options, directory, _Lines(), stop_requested=lambda: stop.requested)
+        with BenchProgress() as progress, StopOnInterrupt(progress.note) as stop:
+            answer = run_bench(endpoint, options, directory, progress, stop_requested=lambda: stop.requested)
     except KeyboardInterrupt:
-        _say("interrupted before anything was measured")
+        _remove_if_empty(directory)
+        typer.echo("interrupted before anything was measured", err=True)
         raise typer.Exit(130) from None
+    except InputError:
+        _remove_if_empty(directory)
+        raise
     _write(directory, answer)
     typer.echo(answer.model_dump_json(indent=1) if json else "\n".join(answer_lines(answer, directory)))
     raise typer.Exit(_exit_code(answer))
 
 
 def _options(**given: object) -> BenchOptions:
-    given["workload"] = _workload(str(given["workload"]))
-    for name in ("loads", "rates"):
-        listed = given.pop(name)
-        if listed is not None:
-            given[name] = tuple(part.strip() for part in str(listed).split(",") if part.strip())
-    return validated(BenchOptions, given, where="kneetune bench")
+    return validated(BenchOptions, given | {"workload": _workload(str(given["workload"]))}, where="kneetune bench")
+
+
+def _measure(time: str) -> dict[str, str]:
+    most_s = duration_s("--time", time)
+    return {"min_time": f"{min(SHORTEST_STAGE_S, most_s):g}s", "max_time": time, "max_warm_up": time}
 
 
 def _workload(name: str) -> Workload:
     """A preset by its name, or a YAML file."""
-    if not name.endswith((".yaml", ".yml")):
-        return load_workload(name)
-    read = read_yaml(Path(name))
-    return validated(Workload, {"name": Path(name).stem, **read} if isinstance(read, dict) else read, where=name)
+    return read_workload(Path(name)) if name.endswith((".yaml", ".yml")) else load_workload(name)
 
 
 def _endpoint(url: str, api_key_env: str | None) -> Endpoint:
@@ -133,6 +147,11 @@ def _directory(out: Path | None, endpoint: Endpoint) -> Path:
     return out
 
 
+def _remove_if_empty(directory: Path) -> None:
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
 def _write(directory: Path, answer: BenchAnswer) -> None:
     from reports.bench import write_bench_report
 
@@ -141,24 +160,7 @@ def _write(directory: Path, answer: BenchAnswer) -> None:
 
 
 def _exit_code(answer: BenchAnswer) -> int:
-    """0 with a knee, or a safe rate where rates were asked for; 1 with another answer; 130 where none can be given."""
-    found_rate = answer.axis is Axis.REQUEST_RATE and answer.safe_rate_rps is not None
-    if answer.verdict is AnswerVerdict.RESOLVED or found_rate:
+    """0 where what was asked for was found, a knee or every rate; else 130 where it was cut off, 1 where it was not."""
+    if answer.verdict in (AnswerVerdict.RESOLVED, AnswerVerdict.MEASURED):
         return 0
-    return 130 if answer.interrupted and not has_answer(answer.finding) else 1
-
-
-class _Lines:
-    """Progress as plain lines on stderr."""
-
-    def note(self, text: str) -> None:
-        """A line of its own."""
-        _say(f"- {text}")
-
-    def stage_ended(self, stage: StageRecord, clock: Clock) -> None:
-        """A line a stage, with the time left if the ladder goes to its end."""
-        _say(f"  {stage_text(stage, clock)}")
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
+    return 130 if answer.interrupted else 1

@@ -12,10 +12,11 @@ from tuner.analysis.knee import DEFAULT_R, LadderPoint, find_knee
 from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
 from tuner.analysis.slo import SloBoundary, highest_inside, slo_boundary
 from tuner.answer import KneeFinding, LadderVerdict
+from tuner.commands.options import limit_ms
 from tuner.elsewhere.files import ElsewhereLadder, read_ladder
 from tuner.elsewhere.stage import Axis, point_of, reasons_to_leave_out
 from tuner.frozen import Record
-from tuner.inputs import InputError, parse_duration_s
+from tuner.inputs import InputError
 from tuner.ladder_answer import AnswerVerdict, LadderAnswer, knee_figures, verdict_of
 from tuner.wording import latency, throughput
 
@@ -72,7 +73,7 @@ def knee(
         raise InputError(f"--r is {r:g}, it must be above 0 and at most 100")
     if fence is not None and fence < 1:
         raise InputError(f"--fence is {fence}, it must be at least 1")
-    limits = _limit_ms("--slo-ttft-p95", slo_ttft_p95), _limit_ms("--slo-itl-p95", slo_itl_p95)
+    limits = limit_ms("--slo-ttft-p95", slo_ttft_p95), limit_ms("--slo-itl-p95", slo_itl_p95)
     ladder = read_ladder(files, trial=trial)
     fence = fence or (None if ladder.fence is None else round(ladder.fence))
     points = [point_of(stage, fence=fence) for stage in ladder.stages]
@@ -85,18 +86,6 @@ def knee(
         for line in _lines(ladder, answer, finding, how):
             typer.echo(line)
     raise typer.Exit(0 if answer.verdict is AnswerVerdict.RESOLVED else 1)
-
-
-def _limit_ms(option: str, text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        limit_s = parse_duration_s(text)
-    except ValueError as error:
-        raise InputError(f"{option}: {error}") from None
-    if limit_s <= 0:
-        raise InputError(f"{option}: {text} is no limit, it must be above 0")
-    return 1000 * limit_s
 
 
 def _found(

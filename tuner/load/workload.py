@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from tuner.frozen import Record
-from tuner.inputs import DurationS, read_preset, validated
+from tuner.inputs import DurationS, read_preset, read_yaml, validated
 from tuner.load.arrivals import AllAtOnce, Arrivals, Closed, Replayed, loop_of
 from tuner.load.lengths import Length, Tokens
 from tuner.load.traces import Trace, TraceSpec, read_trace
@@ -190,3 +191,27 @@ def load_workload(name_or_mapping: str | Mapping[str, object]) -> Workload:
         data = {"name": name_or_mapping, **preset} if isinstance(preset, dict) else preset
         return validated(Workload, data, where=f"workload {name_or_mapping!r}")
     return validated(Workload, name_or_mapping, where="workload")
+
+
+def read_workload(path: Path) -> Workload:
+    """Read a workload's YAML file; paths in it are relative to it.
+
+    Raises:
+        InputError: for a file that cannot be read, or says something wrong.
+    """
+    read = read_yaml(path)
+    named = {"name": path.stem, **read} if isinstance(read, dict) else read
+    return validated(Workload, paths_from(path.parent, named), where=str(path))
+
+
+def paths_from(folder: Path, workload: object) -> object:
+    """A workload as plain data, the relative paths of its trace taken from `folder` on."""
+    trace = workload.get("trace") if isinstance(workload, dict) else None
+    if not isinstance(workload, dict) or not isinstance(trace, dict):
+        return workload
+    placed = {
+        key: str(folder / Path(value).expanduser())
+        for key, value in trace.items()
+        if key in ("path", "tokenizer") and isinstance(value, str)
+    }
+    return {**workload, "trace": {**trace, **placed}}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.fakes.records import CHOSEN, estimate, ladder, stage
-from tuner.analysis.benched import Asked, conclude, has_answer
+from tuner.analysis.benched import Asked, conclude
 from tuner.answer import LadderVerdict
 from tuner.engine_config import EngineConfig
 from tuner.records import StageRecord
@@ -81,4 +81,3 @@ def test_a_short_ladder_says_so_and_nothing_else_breaks(num_stages: int) -> None
     """An interruption after any stage leaves an answer that can be written down."""
     found = conclude(ladder(CHOSEN)[:num_stages], Asked(fence=64, fence_source="told"))
     assert found.finding.verdict is LadderVerdict.TOO_FEW_STAGES
-    assert not has_answer(found.finding)

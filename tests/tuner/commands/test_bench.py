@@ -16,6 +16,7 @@ from tests.fakes.server import Behaviour, StubEngine, running_stub
 from tuner import __main__ as cli
 from tuner.bench_answer import BenchAnswer
 from tuner.elsewhere.stage import Axis
+from tuner.ladder_answer import AnswerVerdict
 from tuner.records import StageKind
 
 KEY = "sk-very-secret"
@@ -93,31 +94,65 @@ def test_a_rate_that_was_asked_for_is_measured_and_called_safe(
     assert {(stage.kind, stage.load, stage.loop) for stage in answer.stages} == {(StageKind.RATE, 30.0, "open")}
     assert answer.knee is None
     assert answer.operating_point is None
-    is_safe = answer.safe_rate_rps is not None
-    assert is_safe == any(stage.valid for stage in answer.stages)
+    is_measured = any(stage.valid for stage in answer.stages)
+    assert is_measured == (answer.safe_rate_rps is not None)
     for stage in answer.stages:
         assert stage.sent_rps is not None
         assert stage.shown_rps is not None
         assert 0 < stage.shown_rps <= min(30.0, stage.sent_rps)
     assert answer.safe_rate_rps is None or answer.safe_rate_rps.value in {stage.shown_rps for stage in answer.stages}
-    assert code == (0 if is_safe else 1)
+    assert (answer.verdict, code) == ((AnswerVerdict.MEASURED, 0) if is_measured else (AnswerVerdict.NOT_MEASURED, 1))
+    assert answer.command.endswith("--slo-itl-p95 5s --json")
+
+
+def test_a_rate_says_before_it_begins_how_long_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody waits three minutes for what looked like four seconds, nor without a sign of life."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tuner.commands.bench_progress.LINE_S", 0.1)
+    with _stub() as stub:
+        _run(monkeypatch, stub.endpoint.url, "--workload", "chat-short", "--rates", "60", "--time", "1s")
+    told = capsys.readouterr().err
+    assert "1 stage, at most " in told
+    assert "after 120 requests" in told
+    assert " of at most 0:" in told
+    assert told.index("after 120 requests") < told.index(" of at most 0:") < told.index("tok/s")
+
+
+def test_a_trace_lies_beside_the_workload_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A workload's file means the same from whichever folder it is used."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "t.jsonl").write_text('{"input_tokens": 9, "output_tokens": 2}\n')
+    (tmp_path / "mine" / "w.yaml").write_text("trace: {format: jsonl, path: t.jsonl}\n")
+    monkeypatch.chdir(tmp_path)
+    assert _run(monkeypatch, "http://127.0.0.1:1", "--workload", "mine/w.yaml") == 2
+    assert "no answer" in capsys.readouterr().err  # of the server: the trace was found
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("http://127.0.0.1:1", "--rates", "0"), "rates"),
+        (("http://127.0.0.1:1", "--rates", "0"), "--rates: 0 is no rate"),
+        (("http://127.0.0.1:1", "--rates", "1,nan"), "--rates: 'nan' is not a finite number"),
+        (("http://127.0.0.1:1", "--rates", ","), "--rates: ',' holds no number"),
+        (("http://127.0.0.1:1", "--time", "-3s"), "--time: '-3s' is below zero"),
+        (("http://127.0.0.1:1", "--time", "0s"), "--time: '0s' must be above 0"),
+        (("http://127.0.0.1:1", "--time", "inf"), "--time: 'inf' is not a finite time"),
         (("http://127.0.0.1:1", "--rates", "1", "--loads", "2"), "leave --loads out"),
         (("http://127.0.0.1:1", "--arrivals", "sometimes"), "poisson"),
         (("https://127.0.0.1:1",), "https is not spoken"),
         (("http://user:secret@127.0.0.1:1",), "--api-key-env"),
         (("http://127.0.0.1:1", "--api-key-env", "NOT_SET"), "NOT_SET"),
-        (("http://127.0.0.1:1", "--time", "5"), "not a duration"),
-        (("http://127.0.0.1:1", "--loads", "1,x"), "loads"),
-        (("http://127.0.0.1:1", "--loads", "0"), "loads"),
+        (("http://127.0.0.1:1", "--time", "5"), "--time: '5' is without a unit"),
+        (("http://127.0.0.1:1", "--loads", "1,x"), "--loads: 'x' is not a number"),
+        (("http://127.0.0.1:1", "--loads", "1.5"), "--loads: 1.5 is no number of users"),
         (("http://127.0.0.1:1", "--workload", "chatt"), "did you mean 'chat'"),
         (("http://127.0.0.1:1", "--workload", "no.yaml"), "no.yaml"),
-        (("http://127.0.0.1:1", "--slo-itl-p95", "0ms"), "above zero"),
+        (("http://127.0.0.1:1", "--slo-itl-p95", "0ms"), "--slo-itl-p95: '0ms' must be above 0"),
         (("http://127.0.0.1:1",), "no answer"),
     ],
 )
