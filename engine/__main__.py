@@ -1,6 +1,7 @@
 """The engine's command line: `python -m engine serve MODEL --max-num-seqs 64 …`, with vLLM's flag names.
 
 `python -m engine plan` takes the same flags and says what such a start would do with the memory.
+`python -m engine holders` says which engines hold a CPU's device now.
 `python -m engine replay FILE` holds the scheduler against recorded decisions of vLLM's.
 """
 
@@ -19,6 +20,7 @@ from engine.config import ConfigError, EngineConfig, parse_size
 from engine.core import CoreFailed, start_error_kind
 from engine.device_ledger import DeviceLedgerError
 from engine.executor.law import law_names
+from engine.holders import holders
 from engine.kv_quality import kv_quality
 from engine.launch import report_start_failure, serve
 from engine.plan import plan
@@ -44,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_arguments(given)
         if args.command == "replay":
             return replay_traces(args.file, as_json=args.json)
+        if args.command == "holders":
+            sys.stdout.write(f"{holders(args.device, as_json=args.json)}\n")
+            return 0
         config = engine_config(args)
         if args.command == "plan":
             return plan(config, tokens_per_request=args.tokens_per_request, as_json=args.json)
@@ -76,7 +81,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser, serve_parser = build_parsers()
     args = parser.parse_args(argv)
-    if args.command == "replay":
+    if args.command in ("replay", "holders"):
         return args
     if None not in (args.model, args.model_flag) and args.model != args.model_flag:
         raise ConfigError(f"two models are named, {args.model!r} and --model {args.model_flag!r}: leave one out")
@@ -136,6 +141,9 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "file", type=Path, metavar="FILE", help="traces, such as tests/golden/vllm-scheduler-traces.json"
     )
     replay.add_argument("--json", action="store_true", help="write the outcome as JSON")
+    holding = commands.add_parser("holders", help="say which engines hold a CPU's device now")
+    holding.add_argument("--device", default="cpu:0", help="its name" + _DEFAULT)
+    holding.add_argument("--json", action="store_true", help="write them as JSON")
     command.set_defaults(**{field.name: field.default for field in fields(EngineConfig) if field.name != "model"})
     plan_text = "say what a start with the same flags would do with the memory"
     planning = commands.add_parser("plan", help=plan_text, parents=[command], add_help=False, allow_abbrev=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tuner.engines.device_holders import cpu_holders, sentence
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.family import MARK
 from tuner.frozen import Record
@@ -69,7 +70,7 @@ def examine(runs: Path) -> list[Finding]:
         judge_memory(psutil.virtual_memory().available, psutil.swap_memory().percent),
         judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         judge_disk(runs),
-        judge_device(_lock_holder(), _engines_of_ours(), _gpu_users()),
+        judge_device(_lock_holder(), _engines_of_ours(), _gpu_users(), in_the_way=sentence(cpu_holders())),
         _versions(),
     ]
 
@@ -151,14 +152,20 @@ def judge_disk(runs: Path) -> Finding:
     return Finding(subject="disk", fitness=Fitness.GOOD, found=found)
 
 
-def judge_device(holder: str | None, leftovers: Sequence[int], gpu_users: Sequence[str] | None) -> Finding:
+def judge_device(
+    holder: str | None, leftovers: Sequence[int], gpu_users: Sequence[str] | None, *, in_the_way: str | None = None
+) -> Finding:
     """Who else is on the device.
 
     Args:
         holder: the job that measures now, if one does.
         leftovers: pids of engines that no running job owns.
         gpu_users: processes on the GPUs; None where there is no GPU.
+        in_the_way: who holds the CPU's device outside any job, in the words of `device_holders`.
     """
+    if in_the_way is not None:
+        found, _, advice = in_the_way.partition("; ")
+        return Finding(subject="device", fitness=Fitness.BAD, found=found, advice=advice)
     if holder is not None:
         advice = "a new job waits for its turn, trial by trial"
         return Finding(subject="device", fitness=Fitness.DOUBTFUL, found=f"{holder} is measuring", advice=advice)

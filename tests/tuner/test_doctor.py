@@ -49,6 +49,7 @@ GIB = 2**30
         (judge_device(None, [12], None), Fitness.DOUBTFUL, "12"),
         (judge_device(None, [], ["00000000:01:00.0, 42, python, 3000 MiB"]), Fitness.DOUBTFUL, "42, python"),
         (judge_device(None, [], []), Fitness.GOOD, "GPU"),
+        (judge_device(None, [], None, in_the_way="pid 9 is on cpu:0; stop it first"), Fitness.BAD, "pid 9 is on cpu:0"),
     ],
 )
 def test_each_thing_is_judged_by_what_was_found_and_what_is_not_good_says_what_to_do(

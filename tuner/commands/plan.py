@@ -9,6 +9,7 @@ import typer
 
 from tuner.commands.words import duration_text
 from tuner.engines.adapter import check_job
+from tuner.engines.device_holders import in_the_way
 from tuner.engines.registry import adapter_of
 from tuner.gpus import visible_gpus
 from tuner.job import TuningJob, load_job
@@ -50,6 +51,9 @@ def place_here(job: TuningJob) -> Placement:
 def print_plan(job: TuningJob, placement: Placement, *, as_json: bool) -> None:
     """Write the plan of `job`, its trials placed so, to stdout."""
     planned = plan_of(job, placement)
+    busy = in_the_way(job.engine)
+    if busy is not None:
+        planned = planned.model_copy(update={"warnings": (*planned.warnings, busy)})
     if as_json:
         typer.echo(planned.model_dump_json(indent=1))
         return

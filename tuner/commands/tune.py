@@ -16,6 +16,7 @@ from tuner.commands.plan import place_here, print_plan
 from tuner.commands.report import write_run_report
 from tuner.commands.show import print_answer
 from tuner.commands.watch import PlainWatcher
+from tuner.engines.device_holders import in_the_way
 from tuner.engines.leftovers import end_leftovers
 from tuner.inputs import InputError
 from tuner.job import TuningJob, load_job
@@ -80,6 +81,7 @@ def tune(
     if dry_run:
         print_plan(tuning_job, placement, as_json=json)
         return
+    _refuse_busy_device(tuning_job)
     store = RunStore.create(runs, tuning_job, provenance(tuning_job))
     with store.locked():
         raise typer.Exit(_exit_code(_run(tuning_job, store, placement, as_json=json)))
@@ -98,7 +100,14 @@ def _resume(path: Path, budget: dict[str, object], given: dict[str, object], *, 
         placement = place_here(job)
         store.write_job(job)
         end_leftovers(store)
+        _refuse_busy_device(job)
         return _run(job, store, placement, as_json=as_json)
+
+
+def _refuse_busy_device(job: TuningJob) -> None:
+    busy = in_the_way(job.engine)
+    if busy is not None:
+        raise InputError(f"{job.name}: {busy}")
 
 
 def _run(job: TuningJob, store: RunStore, placement: Placement, *, as_json: bool) -> RunVerdict:
