@@ -148,7 +148,7 @@ def _expected(task: Climb) -> str:
     if task.plan.steps[0].kind is not StageKind.RATE or specs[0].has_an_end:
         return total
     needed = RATE_REQUESTS * task.measure.min_requests
-    return f"{total}, and at a rate that is after {needed} requests: a p95 needs them, whatever --time says"
+    return f"{total}, at a rate not before {needed} requests, which its p95s need, came"
 
 
 def _most_s(spec: StageSpec) -> float:

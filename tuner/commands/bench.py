@@ -52,7 +52,7 @@ def bench(
         str,
         typer.Option(
             help="Longest a stage is measured, and warmed up, unless its p95s need more: three times as long where "
-            "requests are slow; at a rate, until 120 requests came or 10 minutes are over."
+            "requests are slow; at a rate, until 120 requests came (10 minutes at the most)."
         ),
     ] = "30s",
     fence: Annotated[int | None, typer.Option(help="The server's max_num_seqs, where it does not tell.")] = None,

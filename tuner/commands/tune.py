@@ -27,10 +27,10 @@ from tuner.stopping import StopOnInterrupt
 from tuner.store import RunStore
 
 EMBEDDED_JOB = "embedded"
-"""What is run when nothing is named: the preset of the model that ships with us."""
+"""The preset a job starts from when the model that ships with us is named and no job."""
 
 DEFAULT_JOB = "default"
-"""The preset a job starts from when a model is named and no job."""
+"""The preset a job starts from when another model is named and no job."""
 
 
 def tune(
@@ -56,14 +56,20 @@ def tune(
 ) -> None:
     """Launch an engine for every setting, climb a load ladder, return two configs to deploy.
 
-    JOB is a YAML file or the name of a preset; options replace what it says. Without one it is `embedded`, or
-    `default` where --model names another model. Ctrl-C finishes the stage and stops; --resume goes on from there.
+    JOB is a YAML file or the name of a preset; options replace what it says. With --model it may be left out: it is
+    `embedded` for that model and `default` for any other. Ctrl-C finishes the stage and stops; --resume goes on from
+    there.
     """
     if resume is not None:
         given = _given(job=job, model=model, engine=engine, workload=workload, seed=seed, name=name)
         given |= _given(parallel_trials=parallel_trials)
         given |= _given(slo_ttft_p95=slo_ttft_p95, slo_itl_p95=slo_itl_p95, dry_run=dry_run or None)
         raise typer.Exit(_exit_code(_resume(resume, _given(time=budget, trials=trials), given, as_json=json)))
+    if job is None and model is None:
+        raise InputError(
+            "nothing is named to tune: give a JOB or a --model; `kneetune tune embedded` tries the model that ships "
+            "with us, which takes some seven minutes"
+        )
     slo = {"ttft_p95": slo_ttft_p95, "itl_p95": slo_itl_p95}
     overrides = _given(
         name=name,
@@ -75,7 +81,7 @@ def tune(
         parallel_trials=parallel_trials,
         seed=seed,
     )
-    start_from = EMBEDDED_JOB if model in (None, "embedded") else DEFAULT_JOB
+    start_from = EMBEDDED_JOB if model == "embedded" else DEFAULT_JOB
     tuning_job = load_job(job or start_from, overrides)
     placement = place_here(tuning_job)
     if dry_run:

@@ -33,7 +33,8 @@ class Holder(Record):
 def in_the_way(engine: EngineSpec) -> str | None:
     """Who would keep the launches of a job on `engine` from their memory, in a sentence; None where nobody would."""
     on_gpu = needs_gpu_count(engine) and bool(visible_gpus())
-    if engine.law is not None or on_gpu:
+    # Another engine than ours knows nothing of such claims.
+    if engine.name != "builtin" or engine.law is not None or on_gpu:
         return None
     return sentence(cpu_holders())
 

@@ -115,9 +115,9 @@ def test_a_rate_says_before_it_begins_how_long_it_holds(
         _run(monkeypatch, stub.endpoint.url, "--workload", "chat-short", "--rates", "60", "--time", "1s")
     told = capsys.readouterr().err
     assert "1 stage, at most " in told
-    assert "after 120 requests" in told
+    assert "not before 120 requests" in told
     assert " of at most 0:" in told
-    assert told.index("after 120 requests") < told.index(" of at most 0:") < told.index("tok/s")
+    assert told.index("not before 120 requests") < told.index(" of at most 0:") < told.index("tok/s")
 
 
 def test_a_trace_lies_beside_the_workload_that_names_it(

@@ -169,6 +169,8 @@ def test_no_answer_is_exit_1_with_the_reason_and_no_production_file(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (("tune",), "nothing is named to tune"),
+        (("tune", "--trials", "5"), "nothing is named to tune"),
         (("tune", "embeded"), "did you mean 'embedded'"),
         (("tune", "nothing.yaml"), "nothing.yaml cannot be read: No such file"),
         (("tune", "embedded", "--workload", "chatt"), "did you mean 'chat'"),

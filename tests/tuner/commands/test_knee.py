@@ -11,6 +11,7 @@ import pytest
 
 from tests.tuner.elsewhere import samples
 from tuner import __main__ as cli
+from tuner.elsewhere.csv_table import COLUMNS
 
 ROW_53 = "concurrency,output_throughput\n" + "\n".join(
     f"{load},{rate}"
@@ -198,3 +199,13 @@ def test_standing_at_a_fence_is_advised_only_inside_the_limits(kneetune: _Kneetu
     assert "next        run at 3 concurrent requests; the limits are left before the fence is met" in broken
     _, kept, _ = kneetune(results, "--fence", 8, "--slo-ttft-p95", "700ms")
     assert "raise max_num_seqs and measure on; until then run at 8 concurrent requests" in kept
+
+
+def test_the_example_of_the_docs_answers_as_they_say(kneetune: _Kneetune) -> None:
+    """Who pastes the example sees what it promises."""
+    text = (Path(__file__).parents[3] / "docs" / "knee.md").read_text()
+    table = text.split("<<END\n")[1].split("END\n")[0]
+    code, answer = kneetune.json(kneetune.csv(table), "--slo-ttft-p95", "500ms", "--slo-itl-p95", "50ms")
+
+    assert (code, answer["verdict"], answer["knee"]["load"]) == (0, "resolved", 32)
+    assert all(f"`{column}`" in text for column in COLUMNS)
