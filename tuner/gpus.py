@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 """What shows a process some of the GPUs, by number or UUID and in that order; unset shows it all, empty none."""
@@ -26,6 +26,35 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]
     except (OSError, subprocess.SubprocessError):
         return ()
     return shown_gpus(listing.stdout, environment.get(VARIABLE))
+
+
+def described_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Name and memory of the GPUs that a process with this environment may use, each kind once; None without any."""
+    tool, names = shutil.which("nvidia-smi"), visible_gpus(environment)
+    if tool is None or not names:
+        return None
+    query = [tool, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=_LISTING_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return kinds_of(listing.stdout, names)
+
+
+def kinds_of(listing: str, names: Sequence[str]) -> str | None:
+    """The kinds of those GPUs, in the order of the listing; None where it has none of them.
+
+    Args:
+        listing: `index, uuid, name, MiB`, a line a GPU.
+        names: by number or by the beginning of the UUID.
+    """
+    rows = [[part.strip() for part in line.split(",")] for line in listing.splitlines()]
+    kinds = [
+        f"{row[2]}, {int(row[3]) / 1024:.0f} GiB"
+        for row in rows
+        if len(row) == 4 and row[3].isdecimal() and any(name == row[0] or row[1].startswith(name) for name in names)
+    ]
+    return " and ".join(dict.fromkeys(kinds)) or None
 
 
 def shown_gpus(listing: str, shown: str | None) -> tuple[str, ...]:

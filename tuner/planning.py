@@ -12,6 +12,7 @@ from tuner.ladder import Ladder, most_stages
 from tuner.parameters import Choice, SearchedValues
 from tuner.placement import Placement
 from tuner.space import combinations
+from tuner.wording import total_concurrency
 
 CONFIRMATION_LAUNCHES = 6
 """Production, a rival where it was a close call, and the defaults, twice each."""
@@ -103,7 +104,7 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
         num_combinations=len(reasons),
         impossible=impossible,
         parallel_trials=placement.parallel_trials,
-        warnings=placement.warnings,
+        warnings=(*placement.warnings, *_queueing(job)),
         num_study_launches=study,
         num_confirmation_launches=confirmations,
         most_stages=study * ladder_stages + confirming_stages,
@@ -111,6 +112,17 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
         assumed_start_s=adapter_of(job.engine).assumed_start_s,
         budget_s=job.budget.time,
     )
+
+
+def _queueing(job: TuningJob) -> tuple[str, ...]:
+    """Where an expected load is above what one deployment runs at once, with several cores' limits taken together."""
+    configs = (job.config(values) for values in combinations(job.search_space))
+    widest = max(configs, key=lambda config: config.fence)
+    users = None if job.expected is None else job.expected.users
+    if users is None or users <= widest.fence or widest.data_parallel_size == 1:
+        return ()
+    told = f"{users} users are expected, and the widest setting runs {total_concurrency(widest)} at once"
+    return (f"{told}: from there on requests wait, or take another replica",)
 
 
 def longest_stage_s(job: TuningJob) -> float:

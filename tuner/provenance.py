@@ -12,7 +12,9 @@ import psutil
 
 from tuner.answer import Provenance
 from tuner.engines.registry import adapter_of
+from tuner.gpus import described_gpus
 from tuner.job import TuningJob
+from tuner.placement import needs_gpu_count
 
 PACKAGES = ("optuna", "ray", "torch", "transformers", "pandas", "numpy", "plotly", "aiohttp")
 """Those whose version can change a figure or a decision."""
@@ -62,6 +64,9 @@ def model_hash(model: str) -> str:
 def _device(job: TuningJob) -> str:
     if job.engine.law is not None:
         return f"simulated: {job.engine.law}"
+    gpus = described_gpus() if needs_gpu_count(job.engine) else None
+    if gpus is not None:
+        return gpus
     size = job.engine.device_memory
     return "cpu" if size is None else f"cpu, {size / 2**20:.0f} MiB set aside as the device"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shlex
 import socket
@@ -39,6 +40,9 @@ class AskedTrial(Record):
     origin: str
     begun_s: float | None = None
     """As in the trial's record."""
+
+
+_FLAGS = "engine_flags.txt"
 
 
 class RunStore:
@@ -119,6 +123,20 @@ class RunStore:
     def provenance(self) -> Provenance:
         """Versions, hardware and model of the run."""
         return validated(Provenance, self._document()["provenance"], where=str(self.path / "job.yaml"))
+
+    def write_flags(self, flags: frozenset[str]) -> None:
+        """Keep what the command line of the installed engine knows."""
+        write_whole(self.path / _FLAGS, "".join(f"{flag}\n" for flag in sorted(flags)))
+
+    def flags(self) -> frozenset[str] | None:
+        """What the command line of the measured engine knows; None where it was not kept."""
+        path = self.path / _FLAGS
+        return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else None
+
+    def engine_environment(self, number: int) -> dict[str, str]:
+        """The variables that a trial's engine was launched with, secrets blanked; empty where they were not kept."""
+        path = self.path / "trials" / f"{number:04d}" / "env.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
     def trial_directory(self, number: int) -> Path:
         """`trials/0007`, made if it is not there."""

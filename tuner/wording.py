@@ -18,7 +18,16 @@ def config_text(config: EngineConfig) -> str:
         f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
         f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
     )
-    return " ".join([three, *(f"{name}={value}" for name, value in further(config).items())])
+    words = [three, *(f"{name}={value}" for name, value in further(config).items())]
+    if config.data_parallel_size > 1:
+        words.append(f"({total_concurrency(config)} at once)")
+    return " ".join(words)
+
+
+def total_concurrency(config: EngineConfig) -> str:
+    """How many requests run at once over all cores, and what that is the product of."""
+    limit = "max_num_active_seqs" if config.fence < config.max_num_seqs * config.data_parallel_size else "max_num_seqs"
+    return f"{limit} x data_parallel_size = {config.fence} requests"
 
 
 def further(config: EngineConfig) -> dict[str, str]:

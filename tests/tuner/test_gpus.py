@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.gpus import shown_gpus, visible_gpus
+from tuner.gpus import kinds_of, shown_gpus, visible_gpus
 
 LISTING = """\
 GPU 0: NVIDIA L4 (UUID: GPU-aaaa1111-0000)
@@ -48,3 +48,11 @@ def test_the_drivers_tool_is_asked_and_a_machine_without_it_has_no_gpu(
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
     tool.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
     assert visible_gpus(os.environ) == ()
+
+
+def test_a_machine_is_named_by_the_kinds_of_gpu_it_shows() -> None:
+    """A run says on which card its figures hold; hidden cards have no part in it."""
+    listing = "0, GPU-aa, NVIDIA H200, 143771\n1, GPU-bb, NVIDIA H200, 143771\n2, GPU-cc, NVIDIA L4, 23034\n"
+    assert kinds_of(listing, ["0", "1"]) == "NVIDIA H200, 140 GiB"
+    assert kinds_of(listing, ["GPU-b", "2"]) == "NVIDIA H200, 140 GiB and NVIDIA L4, 22 GiB"
+    assert kinds_of("[N/A]", ["0"]) is None

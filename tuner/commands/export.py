@@ -8,43 +8,80 @@ from typing import Annotated, Literal
 
 import typer
 
-from tuner.answer import Profile
+from tuner.answer import Profile, Provenance
 from tuner.engines import builtin
 from tuner.export.context import ExportContext, ExportRefusedError
 from tuner.export.engine_yaml import engine_yaml
 from tuner.export.runbook import runbook
-from tuner.export.vllm_yaml import vllm_yaml
+from tuner.export.vllm_yaml import vllm_args, vllm_env, vllm_yaml
+from tuner.gpus import described_gpus
 from tuner.inputs import InputError
+from tuner.job import TuningJob
 from tuner.store import RunStore
 
-Format = Literal["engine", "vllm"]
+Format = Literal["engine", "vllm", "args", "env"]
 ProfileChoice = Literal["production", "protective", "both"]
 
-_WRITERS: dict[Format, Callable[[ExportContext], str]] = {"engine": engine_yaml, "vllm": vllm_yaml}
-EVERY_FORMAT: tuple[Format, ...] = ("engine", "vllm")
+_WRITERS: dict[Format, Callable[[ExportContext], str]] = {
+    "engine": engine_yaml,
+    "vllm": vllm_yaml,
+    "args": vllm_args,
+    "env": vllm_env,
+}
+_ENDINGS: dict[Format, str] = {"engine": "engine.yaml", "vllm": "vllm.yaml", "args": "args.txt", "env": "env"}
+"""What a file of that format is named after its profile."""
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     profile: Annotated[ProfileChoice, typer.Option(help="Which profile.")] = "both",
     file_format: Annotated[
-        Format, typer.Option("--format", help="For `python -m engine serve` or for `vllm serve`.")
-    ] = "engine",
+        Format | None,
+        typer.Option(
+            "--format",
+            help="`engine`: for `python -m engine serve --config`; `vllm`: for `vllm serve --config`; `args`: the line "
+            "after `vllm serve`; `env`: its variables. That of the run's engine if not given.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write into; RUN/export if not given.")] = None,
 ) -> None:
     """Write a run's production and protective configs, each a file that starts an engine, and the runbook."""
     store = RunStore.open(run)
-    written = write_exports(store, (file_format,), out or store.path / "export", profile=profile)
+    chosen: Format = file_format or ("vllm" if store.job().engine.name == "vllm" else "engine")
+    for warning in warnings(store.recommendation().provenance, here=described_gpus()):
+        typer.echo(f"warning: {warning}", err=True)
+    written = write_exports(store, (chosen,), out or store.path / "export", profile=profile)
     if not written:
         raise InputError(f"{run}: nothing to export: {store.recommendation().reason}")
     for path in written:
         typer.echo(str(path))
 
 
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's own variable for the CPUs it computes on."""
+
+
+def formats_of(job: TuningJob) -> tuple[Format, ...]:
+    """What a run writes by itself: what its engine reads, and for the built-in engine what vLLM does."""
+    return ("vllm", "args", "env") if job.engine.name == "vllm" else ("engine", "vllm")
+
+
+def warnings(provenance: Provenance, *, here: str | None) -> list[str]:
+    """What about this machine is not as it was measured.
+
+    Args:
+        here: the GPUs of this machine, as a provenance names them; None where there are none to deploy to.
+    """
+    measured_on_a_gpu = not provenance.simulated and not provenance.device.startswith("cpu")
+    if here is None or not measured_on_a_gpu or here == provenance.device:
+        return []
+    return [f"tuned on {provenance.device}, and this machine has {here}: tune on the card that is to serve"]
+
+
 def write_exports(
     store: RunStore, formats: tuple[Format, ...], out: Path, *, profile: ProfileChoice = "both"
 ) -> list[Path]:
-    """Write the profiles a run has, as `PROFILE.FORMAT.yaml`, and `runbook.md`; returns what was written.
+    """Write the profiles a run has, such as `production.vllm.yaml`, and `runbook.md`; returns what was written.
 
     Raises:
         InputError: if a profile was asked for by name and the run has none, or it must not leave the run.
@@ -60,7 +97,7 @@ def write_exports(
     written = []
     for each in chosen:
         for name in formats:
-            path = out / f"{each.name}.{name}.yaml"
+            path = out / f"{each.name}.{_ENDINGS[name]}"
             path.write_text(_text(store, each, name), encoding="utf-8")
             written.append(path)
     path = out / "runbook.md"
@@ -76,6 +113,8 @@ def _text(store: RunStore, profile: Profile, name: Format) -> str:
         run=store.path.name,
         model=job.model,
         max_model_len=_max_model_len(store, profile),
+        environment=_environment(store, profile),
+        known_flags=store.flags(),
         device_memory_bytes=job.engine.device_memory,
         law=job.engine.law,
         cpu_omp_threads_bind=None if job.engine.cpus is None else builtin.cpus_flag(job.engine.cpus),
@@ -84,6 +123,13 @@ def _text(store: RunStore, profile: Profile, name: Format) -> str:
         return _WRITERS[name](context)
     except ExportRefusedError as error:
         raise InputError(str(error)) from None
+
+
+def _environment(store: RunStore, profile: Profile) -> dict[str, str]:
+    """What the job set, and where the engine's threads were bound by it."""
+    engine = store.job().engine
+    bound = {} if engine.cpus is None else store.engine_environment(profile.trial)
+    return {name: value for name, value in bound.items() if name == _BINDING} | dict(engine.environment)
 
 
 def _max_model_len(store: RunStore, profile: Profile) -> int:

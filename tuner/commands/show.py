@@ -126,6 +126,8 @@ def _profile_line(profile: Profile) -> str:
 
 def _next(recommendation: Recommendation, path: Path) -> list[str]:
     if recommendation.production is not None:
-        config = path / "export" / "production.engine.yaml"
-        return [f"next        {shlex.join([sys.executable, '-m', 'engine', 'serve', '--config', str(config)])}"]
+        on_vllm = recommendation.provenance.engine == "vllm"
+        starts = ["vllm"] if on_vllm else [sys.executable, "-m", "engine"]
+        config = path / "export" / f"production.{'vllm' if on_vllm else 'engine'}.yaml"
+        return [f"next        {shlex.join([*starts, 'serve', '--config', str(config)])}"]
     return [f"next        read {path / 'report.html'} for why, mend that, and tune again"]

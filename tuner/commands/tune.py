@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tuner.answer import RunVerdict
-from tuner.commands.export import EVERY_FORMAT, write_exports
+from tuner.commands.export import formats_of, write_exports
 from tuner.commands.live import LiveWatcher
 from tuner.commands.plan import place_here, print_plan
 from tuner.commands.report import write_run_report
@@ -18,6 +18,7 @@ from tuner.commands.show import print_answer
 from tuner.commands.watch import PlainWatcher
 from tuner.engines.device_holders import in_the_way
 from tuner.engines.leftovers import end_leftovers
+from tuner.engines.registry import adapter_of
 from tuner.inputs import InputError
 from tuner.job import TuningJob, load_job
 from tuner.placement import Placement
@@ -126,6 +127,9 @@ def _run(job: TuningJob, store: RunStore, placement: Placement, *, as_json: bool
     simulated = job.engine.law is not None
     title = f"{job.name} on {job.engine.described}, into {store.path}"
     watcher = LiveWatcher(title, simulated=simulated) if sys.stderr.isatty() else PlainWatcher(simulated=simulated)
+    flags = adapter_of(job.engine).installed(job).flags
+    if flags is not None:
+        store.write_flags(flags)
     try:
         with watcher, StopOnInterrupt(watcher.note) as stop, Workers(placement) as workers:
             for warning in placement.warnings:
@@ -142,7 +146,7 @@ def _run(job: TuningJob, store: RunStore, placement: Placement, *, as_json: bool
             f"{store.path}: {error.strerror or error}; the trials that ended are kept there: make room, "
             f"then go on with {shlex.join(['kneetune', 'tune', '--resume', str(store.path)])}"
         ) from error
-    write_exports(store, EVERY_FORMAT, store.path / "export")
+    write_exports(store, formats_of(job), store.path / "export")
     write_run_report(store)
     print_answer(recommendation, store.path, as_json=as_json)
     return recommendation.verdict

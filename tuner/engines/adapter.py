@@ -33,6 +33,9 @@ class Installed:
     defaults: SearchedValues
     """What it does when it is told nothing: trial 0. Of what else is searched none is set."""
 
+    flags: frozenset[str] | None = None
+    """All that its command line knows; None: it was not asked."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:

@@ -75,7 +75,7 @@ class VllmEngine:
                 f"engine.device={spec.device}, but the vLLM {told.version} of {_command(spec)[0]} computes on "
                 f"{told.device}: name another (engine.command), or the device it has"
             )
-        return Installed(version=told.version, defaults=told.defaults)
+        return Installed(version=told.version, defaults=told.defaults, flags=told.flags)
 
     def command(
         self, model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str

@@ -51,6 +51,9 @@ class Told:
     defaults: SearchedValues
     """What it takes for the three that are always searched, where it is told only the question's arguments."""
 
+    flags: frozenset[str]
+    """All that its command line knows."""
+
 
 def flags_of(arguments: Iterable[str]) -> frozenset[str]:
     """The flags among command-line arguments, as vLLM's parser knows them: `--a_b.c=1` is a key of `--a-b`."""
@@ -112,6 +115,7 @@ def told(question: Question, said: dict[str, Any], log: str) -> Told:
         version=said["version"],
         device=device_of(said["config"]),
         defaults=SearchedValues.model_validate({name: in_force[name] for name in TunedParameters.model_fields}),
+        flags=frozenset(said["flags"]),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import yaml
 
@@ -39,6 +40,12 @@ class ExportContext:
     cpu_omp_threads_bind: str | None = None
     """The CPUs the measured engine computed on, where the job named their number."""
 
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that belong to the measured engine, secrets left out."""
+
+    known_flags: frozenset[str] | None = None
+    """The flags of the vLLM that was measured; None where they were not recorded."""
+
     served_model_name: str | None = None
     """The name clients use; None leaves it to the engine."""
 
@@ -57,55 +64,26 @@ def check_exportable(context: ExportContext) -> None:
         )
 
 
-def flag(name: str, *, on: bool | None) -> dict[str, bool]:
-    """A yes/no flag in its explicit form: on, off and unset give three different results.
-
-    `name: false` is read as "no flag" by vLLM's loader, which leaves a default of on in force.
-    """
-    if on is None:
-        return {}
-    return {name: True} if on else {f"no-{name}": True}
-
-
-ELSEWHERE = ("tensor_parallel_size", "pipeline_parallel_size", "extra_args")
-"""What each format writes in its own way."""
-
-
-def config_keys(context: ExportContext) -> dict[str, Setting]:
-    """The keys both engines know, under their flags' names, for every parameter that is set; sizes are plain."""
-    config = context.profile.config
-    settings = config.model_dump(exclude={*ELSEWHERE, "max_model_len"}, exclude_none=True)
-    length = context.max_model_len if config.max_model_len is None else config.max_model_len
-    served = {} if context.served_model_name is None else {"served-model-name": context.served_model_name}
-    return {
-        "model": context.model,
-        **served,
-        "max-model-len": length,
-        **{
-            key: value for name, given in settings.items() for key, value in _key(name.replace("_", "-"), given).items()
-        },
-    }
-
-
-def _key(name: str, value: Setting) -> dict[str, Setting]:
-    return dict(flag(name, on=value)) if isinstance(value, bool) else {name: value}
-
-
-def document(context: ExportContext, *, keys: dict[str, Setting], start: str, caveat: str) -> str:
+def document(context: ExportContext, *, keys: Mapping[str, Setting | list[str]], start: str, caveat: str) -> str:
     """Header and keys as one YAML text.
 
     Args:
         start: the command that starts an engine from the file.
         caveat: on what the figures were measured, as far as it differs from where the file is meant to run; or "".
     """
-    lines = [line for text in _header(context, start=start, caveat=caveat) for line in text.splitlines()]
-    comment = "".join(f"# {_printable(line)}\n" for line in lines)
-    return f"{comment}\n{yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)}"
+    body = yaml.safe_dump(dict(keys), sort_keys=False, allow_unicode=True, width=10_000)
+    return f"{header(context, start=start, caveat=caveat)}\n{body}"
 
 
 def _printable(line: str) -> str:
     """Without the control characters that no YAML may hold, comments included."""
     return "".join(character if character.isprintable() else " " for character in line)
+
+
+def header(context: ExportContext, *, start: str, caveat: str) -> str:
+    """What backs the values, as comment lines; arguments as `document` has them."""
+    lines = [line for text in _header(context, start=start, caveat=caveat) for line in text.splitlines()]
+    return "".join(f"# {_printable(line)}\n" for line in lines)
 
 
 def _header(context: ExportContext, *, start: str, caveat: str) -> list[str]:
@@ -123,7 +101,10 @@ def _header(context: ExportContext, *, start: str, caveat: str) -> list[str]:
         f"  p95 TTFT {ttft}, p95 ITL {itl}, preemptions {wording.count(point.num_preemptions)}",
         f"Measured with the engine {engine} on {provenance.device}, {provenance.hardware},",
         f"  workload {provenance.workload} ({provenance.workload_hash})",
+        f"  model {provenance.model} ({provenance.model_hash}), kneetune {provenance.kneetune_version}",
     ]
+    if context.profile.config.data_parallel_size > 1:
+        lines.append(f"Runs at once: {wording.total_concurrency(context.profile.config)}")
     if caveat:
         lines.append(f"NOTE: {caveat}")
     if provenance.simulated:

@@ -1,28 +1,69 @@
-"""A profile as a config file for `vllm serve --config FILE`.
+"""A profile for `vllm serve`: a config file, one line of arguments, and the variables that belong to them.
 
-Every key whose default moves with the card, the release or the entry point is written out, and a feature that is off
-is written as its `no-` flag (vLLM ignores `enable-…: false`).
+A feature that is off is written as its `no-` flag: a loader that turns true into a bare flag and drops false would
+leave it on.
 """
 
 from __future__ import annotations
 
-from tuner.export.context import ExportContext, check_exportable, config_keys, document
+import shlex
+
+from tuner.engine_config import Setting
+from tuner.export.context import ExportContext, ExportRefusedError, check_exportable, document, header
+from tuner.export.settings import check_extra_args, keys, known_to_the_target, settings
+from tuner.extra_args import flags
 
 
 def vllm_yaml(context: ExportContext) -> str:
-    """The YAML text; its keys are vLLM's flags without the leading dashes.
+    """The YAML text for `vllm serve --config FILE`; its keys are vLLM's flags without the leading dashes.
 
     Raises:
-        ExportRefusedError: for production without a `resolved` verdict.
+        ExportRefusedError: for production without a `resolved` verdict, a flag that the measured version does not have,
+            and further arguments that no file can hold.
+    """
+    told: dict[str, Setting | list[str]] = {"model": context.model, **_keys(context)}
+    for name, values in flags(context.profile.config.extra_args):
+        key = name.removeprefix("--")
+        if key == name or key in told:
+            raise ExportRefusedError(
+                f"extra_args: {name} can stand in no config file, it is short or stands twice: export --format args"
+            )
+        told[key] = values if len(values) > 1 else values[0] if values else True
+    return document(context, keys=told, start="vllm serve --config FILE", caveat=_caveat(context))
+
+
+def vllm_args(context: ExportContext) -> str:
+    """The same as one line for a shell: what follows `vllm serve`.
+
+    Raises:
+        ExportRefusedError: as `vllm_yaml` does, but for what a file cannot hold.
+    """
+    line = [context.model]
+    for key, value in _keys(context).items():
+        line += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    return shlex.join([*line, *context.profile.config.extra_args]) + "\n"
+
+
+def vllm_env(context: ExportContext) -> str:
+    """The variables the engine was measured with, a line each, as `docker run --env-file` takes them.
+
+    Raises:
+        ExportRefusedError: as `vllm_yaml` does, and for a value of several lines.
     """
     check_exportable(context)
-    config = context.profile.config
-    keys = {
-        **config_keys(context),
-        "tensor-parallel-size": config.tensor_parallel_size,
-        "pipeline-parallel-size": config.pipeline_parallel_size,
-    }
-    return document(context, keys=keys, start="vllm serve --config FILE", caveat=_caveat(context))
+    for name, value in context.environment.items():
+        if not value.isprintable():
+            raise ExportRefusedError(f"{name} holds a line break, which no line of an env file can: leave it out")
+    start = "docker run --env-file FILE"
+    lines = "".join(f"{name}={value}\n" for name, value in sorted(context.environment.items()))
+    return header(context, start=start, caveat=_caveat(context)) + lines
+
+
+def _keys(context: ExportContext) -> dict[str, Setting]:
+    check_exportable(context)
+    check_extra_args([name for name, _ in flags(context.profile.config.extra_args)], context)
+    served = {} if context.served_model_name is None else {"served-model-name": context.served_model_name}
+    return {**served, **keys(known_to_the_target(settings(context), context))}
 
 
 def _caveat(context: ExportContext) -> str:

@@ -15,11 +15,12 @@ from typing import Self
 import pytest
 import yaml
 
-from tests.fakes.records import estimate
+from tests.fakes.records import estimate, resolved_run
 from tests.fakes.workers import FakeWorkers, Reshape
 from tuner import __main__ as cli
 from tuner import workers
 from tuner.answer import Recommendation
+from tuner.commands.show import answer_lines
 from tuner.job import TuningJob
 from tuner.placement import Placement
 from tuner.records import Failed, FailureKind, StageRecord
@@ -330,3 +331,10 @@ def test_how_much_is_logged_is_asked_for(
     assert _run(monkeypatch, "--log-level", "debug", "show", str(run)) == 0
     assert _run(monkeypatch, "--log-level", "loud", "show", str(run)) == 2
     assert "warning" in capsys.readouterr().err
+
+
+def test_a_run_on_vllm_ends_with_vllms_own_command() -> None:
+    """The last line of an answer starts the engine that was tuned."""
+    answer = resolved_run().recommendation
+    on_vllm = answer.model_copy(update={"provenance": answer.provenance.model_copy(update={"engine": "vllm"})})
+    assert answer_lines(on_vllm, Path("runs/x"))[-1].endswith("vllm serve --config runs/x/export/production.vllm.yaml")

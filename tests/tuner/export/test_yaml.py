@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +13,17 @@ import yaml
 
 from engine.config import EngineConfig as ServedConfig
 from tests.fakes.records import MIB, FakeRun, protective_profile, provenance, resolved_run, unresolved_run
+from tests.fakes.workers import FakeWorkers
+from tests.tuner.test_tuning import Silent
 from tuner.answer import Profile, RunVerdict
-from tuner.export.context import ExportContext, ExportRefusedError, flag
+from tuner.commands.export import warnings, write_exports
+from tuner.export.context import ExportContext, ExportRefusedError
 from tuner.export.engine_yaml import engine_yaml
-from tuner.export.vllm_yaml import vllm_yaml
+from tuner.export.settings import flag
+from tuner.export.vllm_yaml import vllm_args, vllm_env, vllm_yaml
+from tuner.job import load_job
+from tuner.store import RunStore
+from tuner.tuning import run_tuning
 
 EXPORTS = [engine_yaml, vllm_yaml]
 
@@ -177,6 +187,9 @@ def test_simulated_and_unproven_are_said() -> None:
 
 def test_the_built_in_engine_refuses_more_than_one_device() -> None:
     """A value the engine cannot honour is not dropped in silence."""
+    for change in ({"quantization": "fp8"}, {"extra_args": ("--seed", "7")}):
+        with pytest.raises(ExportRefusedError, match=next(iter(change))):
+            engine_yaml(production_context(**change))
     with pytest.raises(ExportRefusedError, match="tensor_parallel_size=2"):
         engine_yaml(production_context(tensor_parallel_size=2))
     assert yaml.safe_load(vllm_yaml(production_context(tensor_parallel_size=2)))["tensor-parallel-size"] == 2
@@ -197,3 +210,105 @@ def test_every_parameter_that_is_set_is_written_and_no_other(export: Callable[[E
     assert keys.items() >= {name.replace("_", "-"): value for name, value in further.items()}.items()
     assert keys["no-scheduler-reserve-full-isl"] is True
     assert not yaml.safe_load(export(production_context())).keys() & {"watermark", "no-scheduler-reserve-full-isl"}
+
+
+def _line(context: ExportContext) -> list[str]:
+    text = vllm_args(context)
+    assert text.count("\n") == 1
+    return shlex.split(text)
+
+
+def test_the_line_says_what_the_file_says() -> None:
+    """Whoever deploys by arguments gets the same engine, and a shell changes none of them."""
+    further = {"speculative_config": '{"method": "it\'s; $HOME"}', "extra_args": ("--max-lora-rank", "16")}
+    context = production_context(**further)
+    model, *line = _line(context)
+    assert model == "/models/qwen3"
+    assert ["--model", model, *line] == flags_of_an_old_loader(vllm_yaml(context))
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_on_off_and_unset_are_three_files(value: bool | None) -> None:  # noqa: FBT001  (a parameter of the test)
+    """A switch nobody set keeps the engine's default; off is not the same as unset."""
+    told = flags_of_an_old_loader(vllm_yaml(production_context(enforce_eager=value)))
+    found = [flag for flag in told if flag.endswith("enforce-eager")]
+    assert found == {True: ["--enforce-eager"], False: ["--no-enforce-eager"], None: []}[value]
+
+
+def test_further_arguments_become_keys_and_what_no_file_can_hold_is_refused() -> None:
+    """A flag that is silently lost on the way into a file is not in force in production."""
+    given = ("--enable-lora", "--lora-modules", "a=/x", "b=/y", "--max-lora-rank=16")
+    keys = yaml.safe_load(vllm_yaml(production_context(extra_args=given)))
+    assert (keys["enable-lora"], keys["lora-modules"], keys["max-lora-rank"]) == (True, ["a=/x", "b=/y"], "16")
+    for lost in (("-O3",), ("--middleware", "a", "--middleware", "b")):
+        with pytest.raises(ExportRefusedError, match="export --format args"):
+            vllm_yaml(production_context(extra_args=lost))
+        assert _line(production_context(extra_args=lost))[-len(lost) :] == list(lost)
+
+
+def test_a_flag_that_the_version_does_not_have_is_named_with_it() -> None:
+    """The server would exit at once, or run without what was tuned."""
+    context = production_context(watermark=0.05, extra_args=("--max-wishes", "3", "--max_wishes.b=1"))
+    measured = context.recommendation.provenance.model_copy(update={"engine": "vllm", "engine_version": "0.31.0"})
+    known = frozenset(flag for flag in flags_of_an_old_loader(vllm_yaml(context)) if flag.startswith("--"))
+
+    def of(flags: frozenset[str]) -> ExportContext:
+        answer = context.recommendation.model_copy(update={"provenance": measured})
+        return replace(context, recommendation=answer, known_flags=flags)
+
+    assert "--watermark" in vllm_args(of(known))
+    for write in (vllm_yaml, vllm_args):
+        with pytest.raises(ExportRefusedError, match=r"vLLM 0\.31\.0 has no --watermark"):
+            write(of(known - {"--watermark"}))
+        with pytest.raises(ExportRefusedError, match=r"vLLM 0\.31\.0 has no --max-wishes"):
+            write(of(known - {"--max-wishes"}))
+        with pytest.raises(ExportRefusedError, match="no --no-enable-prefix-caching"):
+            write(of(known - {"--no-enable-prefix-caching"}))
+        assert "enable-chunked-prefill" not in write(of(known - {"--enable-chunked-prefill"}))
+
+
+def test_a_required_parameter_that_is_missing_is_an_error() -> None:
+    """Its default moves with the card: the same file would serve another number of requests elsewhere."""
+    with pytest.raises(ExportRefusedError, match="does not say dtype"):
+        vllm_yaml(production_context(dtype=None))
+
+
+def test_the_variables_that_belong_to_the_engine_go_with_it() -> None:
+    """Threads bound otherwise are another machine; a value of two lines would become a variable of its own."""
+    text = vllm_env(replace(production_context(), environment={"VLLM_CPU_OMP_THREADS_BIND": "0-3", "A": "b c"}))
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert lines == ["A=b c", "VLLM_CPU_OMP_THREADS_BIND=0-3"]
+    with pytest.raises(ExportRefusedError, match="A holds a line break"):
+        vllm_env(replace(production_context(), environment={"A": "b\nC=d"}))
+
+
+def test_the_fallback_is_lower_in_what_was_tuned_and_higher_in_nothing(tmp_path: Path) -> None:
+    """A fallback that asks for as much as production does is none when production is in trouble."""
+    space: dict[str, Any] = {"engine": {"device_memory": None}, "budget": {"trials": 9, "time": "10h"}}
+    job, origin = load_job("embedded", space), resolved_run().recommendation.provenance
+    store = RunStore.create(tmp_path, job, origin)
+    run_tuning(job, store, origin, FakeWorkers(), Silent())
+    write_exports(store, ("vllm",), tmp_path)
+    high, low = (yaml.safe_load((tmp_path / f"{name}.vllm.yaml").read_text()) for name in ("production", "protective"))
+    three = ("max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization")
+    assert all(low[key] <= high[key] for key in three)
+    assert any(low[key] < high[key] for key in three)
+    written = write_exports(store, ("args", "env", "engine"), tmp_path / "more", profile="production")
+    names = ["production.args.txt", "production.env", "production.engine.yaml", "runbook.md"]
+    assert [path.name for path in written] == names
+
+
+def test_two_cores_are_told_as_one_number_of_requests() -> None:
+    """Whoever sets a gateway's limit by the file reads what both cores hold together."""
+    text = vllm_yaml(production_context(data_parallel_size=2))
+    assert "# Runs at once: max_num_seqs x data_parallel_size = 40 requests" in text
+
+
+def test_another_card_is_told_with_both_names() -> None:
+    """Figures of one card do not hold on another; a machine without one says nothing of where the files go."""
+    h200 = provenance().model_copy(update={"device": "NVIDIA H200, 140 GiB"})
+    (told,) = warnings(h200, here="NVIDIA L4, 22 GiB")
+    assert "NVIDIA H200, 140 GiB" in told
+    assert "NVIDIA L4, 22 GiB" in told
+    assert warnings(h200, here=None) == warnings(h200, here="NVIDIA H200, 140 GiB") == []
+    assert warnings(provenance(), here="NVIDIA L4, 22 GiB") == []
