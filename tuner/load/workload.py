@@ -78,7 +78,8 @@ class Workload(Record):
                 raise ValueError("arrivals of kind trace replay a trace: give one under `trace`")
         else:
             own = {"input_len", "output_len", "length_correlation", "shared_prefix", "chat"}
-            both = sorted(own & self.model_fields_set - {name for name in own if getattr(self, name) is None})
+            # By value, not by what was written: a workload that is kept and read back has every field.
+            both = sorted(name for name in own if getattr(self, name) != type(self).model_fields[name].default)
             if both:
                 raise ValueError(f"a trace brings its own {both[0]}: leave {both[0]} out")
         if self.chat is not None and isinstance(self.arrivals, AllAtOnce):

@@ -54,6 +54,14 @@ def test_a_workload_knows_whether_its_prompts_share_beginnings(tmp_path: Path, m
     assert not load_workload(SMALL).shares_prefixes
 
 
+def test_a_trace_that_was_kept_is_read_back(tmp_path: Path) -> None:
+    """`bench.json` holds every field: a replay whose answer cannot be read again has no report and no knee."""
+    (tmp_path / "trace.jsonl").write_text('{"input_tokens": 9, "output_tokens": 2}\n', encoding="utf-8")
+    traced = load_workload({"trace": {"path": str(tmp_path / "trace.jsonl"), "format": "jsonl"}})
+
+    assert Workload.model_validate_json(traced.model_dump_json()) == traced
+
+
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 40), st.integers(1, 40))
 def test_lengths_and_ids_stay_in_their_ranges(seed: int, low: int, spread: int, tokens: int) -> None:
     """An off-by-one length or a special token would make the engine do other work than the workload names."""
