@@ -1,10 +1,13 @@
 """The same engine measured by `kneetune bench` and by GuideLLM, in turn: do their figures agree?
 
-    python benchmarks/second_tool.py --cache FOLDER [--rounds 3] [--loads 1,2,4] [--seconds 20]
+    python benchmarks/second_tool.py --cache FOLDER [--rounds 3] [--loads 1,4,16] [--rates 4] [--seconds 20]
 
-One built-in engine with a random model of 29 million parameters serves both; each round goes ours, theirs or theirs,
-ours. Lengths are fixed, GuideLLM is given the engine's own tokenizer. Its `inter_token_latency_ms` is the mean gap of
-each request, which others call TPOT. Whatever a tool's figures differ by from round to round is shown as its range.
+One built-in engine serves both; each round goes ours, theirs or theirs, ours. Lengths are drawn alike by both: users
+with answers of one length march in step. GuideLLM is given the engine's own tokenizer and in every round another seed.
+Its `inter_token_latency_ms` is the mean gap of each request, which others call TPOT.
+
+A figure is shown as the mean of the rounds with its 95 % interval; the ratio is of the pairs that a round makes. Beside
+each tool's mean TTFT stands the engine's own over the same run, from its histogram: who differs from it is wrong.
 """
 
 from __future__ import annotations
@@ -12,152 +15,194 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Literal
 
-from checkpoints import SHAPES, make_checkpoint
+import pandas as pd
+import yaml
 from load_tools import GuideLlm
 
-MODEL = SHAPES[1]
-PORT = 8197
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
+from tuner.measure.latency import student_t_975
+
+MODEL = "embedded"
+PROMPT_TOKENS, OUTPUT_TOKENS = (32, 96), (16, 48)
+"""Least and most, all between them equally likely. Unit: tokens."""
+
 ROOT = Path(__file__).parents[1]
+TOKENIZER = ROOT / "engine" / "models" / MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Users who wait for their answers, or Poisson arrivals a second."""
+
+    arrivals: Literal["users", "requests/s"]
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.arrivals}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One stage as a tool reports it."""
+    """One stage as a tool reports it, and the engine's own mean of TTFT meanwhile."""
 
     output_throughput: float
+    in_flight: float
     ttft_p50_ms: float
     tpot_p50_ms: float
+    ttft_mean_ms: float
+    engine_ttft_mean_ms: float = math.nan
 
 
-def main() -> int:
+def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="where GuideLLM's environment is made and kept")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--loads", default="1,2,4")
+    parser.add_argument("--loads", default="", help="users at once: 1,4,16")
+    parser.add_argument("--rates", default="", help="Poisson arrivals, requests/s: 2,8")
     parser.add_argument("--seconds", type=int, default=20, help="of each stage")
     parser.add_argument("--law", help="a simulated executor's law: no client can slow an engine that needs no CPU")
     options = parser.parse_args()
-    model = options.cache.resolve() / MODEL.name
-    if not model.exists():
-        make_checkpoint(MODEL, model)
-    guidellm = GuideLlm(options.cache.resolve(), model)
+    guidellm = GuideLlm(options.cache.resolve(), TOKENIZER)
     print(f"GuideLLM {guidellm.prepare()}", file=sys.stderr)
-    loads = [int(load) for load in options.loads.split(",")]
-    found: dict[tuple[str, int], list[Figures]] = {}
-    with tempfile.TemporaryDirectory() as folder, _engine(model, Path(folder), options.law) as url:
+    loads = [Load("users", float(load)) for load in options.loads.split(",") if load]
+    loads += [Load("requests/s", float(rate)) for rate in options.rates.split(",") if rate]
+    found: dict[tuple[str, Load], list[Figures]] = {}
+    with tempfile.TemporaryDirectory() as folder, _engine(options.law) as url:
         for number in range(options.rounds):
             for load in loads:
                 for tool in ("kneetune", "GuideLLM") if number % 2 == 0 else ("GuideLLM", "kneetune"):
-                    out = Path(folder) / f"{tool}-{load}-{number}"
-                    measure = _ours if tool == "kneetune" else _theirs
-                    figures = measure(url, load, options.seconds, out, guidellm, model)
+                    out = Path(folder) / f"{tool}-{load.arrivals[0]}{load.value:g}-{number}"
+                    figures = _measured(tool, url, load, options.seconds, out, guidellm, seed=number)
                     found.setdefault((tool, load), []).append(figures)
-                    print(f"round {number}, load {load}, {tool}: {figures}", file=sys.stderr)
+                    print(f"round {number}, {load}, {tool}: {figures}", file=sys.stderr, flush=True)
     for line in _table(found, loads):
         print(line)
-    return 0
 
 
 @contextlib.contextmanager
-def _engine(model: Path, folder: Path, law: str | None) -> Iterator[str]:
-    url = f"http://127.0.0.1:{PORT}"
-    command = [
-        *(sys.executable, "-m", "engine", "serve", str(model), "--port", str(PORT)),
-        *(("--device-memory", "2G") if law is None else ("--executor", "simulated", "--law", law)),
-        *("--served-model-name", MODEL.name, "--max-num-seqs", "64", "--no-enable-prefix-caching"),
-    ]
-    with (folder / "engine.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_environment())
+def _engine(law: str | None) -> Iterator[str]:
+    command = [sys.executable, "-m", "engine", "serve", MODEL, "--port", "0", "--max-num-seqs", "64"]
+    command += ["--no-enable-prefix-caching"]
+    command += ["--device-memory", "1G"] if law is None else ["--executor", "simulated", "--law", law]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
     try:
-        for _ in range(600):
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
-                break
-            time.sleep(0.1)
-        yield url
+        assert process.stderr is not None  # noqa: S101 - a pipe was asked for
+        ready = next(json.loads(line) for line in process.stderr if line.startswith('{"event": "ready"'))
+        yield f"http://{ready['host']}:{ready['port']}"
     finally:
         process.terminate()
-        process.wait()
+        process.communicate()
 
 
 def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
-def _ours(url: str, load: int, seconds: int, out: Path, _: GuideLlm, __: Path) -> Figures:
-    workload = out.with_suffix(".yaml")
-    lengths = (
-        f"input_len: {{kind: fixed, tokens: {PROMPT_TOKENS}}}\noutput_len: {{kind: fixed, tokens: {OUTPUT_TOKENS}}}\n"
+def _measured(tool: str, url: str, load: Load, seconds: int, out: Path, guidellm: GuideLlm, *, seed: int) -> Figures:
+    before_s, before = _engine_ttfts(url)
+    out.mkdir()
+    if tool == "kneetune":
+        figures = _ours(url, load, seconds, out)
+    else:
+        figures = _theirs(url, load, seconds, out, guidellm, seed=seed)
+    after_s, after = _engine_ttfts(url)
+    mean_ms = 1e3 * (after_s - before_s) / (after - before)
+    return replace(figures, engine_ttft_mean_ms=mean_ms)
+
+
+def _engine_ttfts(url: str) -> tuple[float, float]:
+    """Sum and count of the engine's own times to first token since its start."""
+    with urllib.request.urlopen(f"{url}/metrics") as page:  # noqa: S310 - our own server
+        lines = [line for line in page.read().decode().splitlines() if line.startswith("vllm:time_to_first_token")]
+    total_s, count = (
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:time_to_first_token_seconds_{name}"))
+        for name in ("sum", "count")
     )
-    workload.write_text(lengths)
-    command = [
-        *(sys.executable, "-m", "tuner", "bench", url, "--workload", str(workload), "--loads", str(load)),
-        *("--time", f"{seconds}s", "--out", str(out)),
-    ]
+    return total_s, count
+
+
+def _ours(url: str, load: Load, seconds: int, out: Path) -> Figures:
+    lengths = [{"kind": "uniform", "low": low, "high": high} for low, high in (PROMPT_TOKENS, OUTPUT_TOKENS)]
+    workload = out / "workload.yaml"
+    workload.write_text(yaml.safe_dump(dict(zip(("input_len", "output_len"), lengths, strict=True))))
+    at = ["--loads", f"{load.value:g}"] if load.arrivals == "users" else ["--rates", f"{load.value:g}"]
+    command = [sys.executable, "-m", "tuner", "bench", url, "--workload", str(workload), *at]
+    command += ["--time", f"{seconds}s", "--out", str(out / "bench")]
     subprocess.run(command, check=False, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    stage = json.loads((out / "stages.jsonl").read_text().splitlines()[-1])
+    stage = json.loads((out / "bench" / "stages.jsonl").read_text().splitlines()[-1])
     if not stage["valid"]:
         print(f"ours is invalid: {stage['invalid_reasons']}", file=sys.stderr)
+    # All requests, as the engine counts all: those of the warm-up too.
+    requests = pd.read_parquet(out / "bench" / "requests.parquet")
     return Figures(
         output_throughput=stage["output_throughput"]["value"],
+        in_flight=stage["mean_in_flight"],
         ttft_p50_ms=stage["ttft_p50_ms"]["value"],
         tpot_p50_ms=stage["tpot_p50_ms"]["value"],
+        ttft_mean_ms=1e3 * float((requests["first_token_s"] - requests["intended_s"]).mean()),
     )
 
 
-def _theirs(url: str, load: int, seconds: int, out: Path, guidellm: GuideLlm, model: Path) -> Figures:
-    out.mkdir()
-    data = f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"
+def _theirs(url: str, load: Load, seconds: int, out: Path, guidellm: GuideLlm, *, seed: int) -> Figures:
+    data = f"kind=synthetic_text,prompt_tokens={sum(PROMPT_TOKENS) // 2},output_tokens={sum(OUTPUT_TOKENS) // 2}"
+    for name, (low, high) in (("prompt", PROMPT_TOKENS), ("output", OUTPUT_TOKENS)):
+        data += f",{name}_tokens_min={low},{name}_tokens_max={high}"
+    is_closed = load.arrivals == "users"
+    profile = f"kind=concurrent,streams={load.value:g}" if is_closed else f"kind=poisson,rate={load.value:g}"
     command = [
-        *(
-            str(guidellm.executable),
-            "run",
-            "--disable-console",
-            "--backend",
-            f"kind=openai_http,target={url},model={MODEL.name},request_format=/v1/completions",
-        ),
-        *("--profile", f"kind=concurrent,streams={load}", "--data", data),
+        *(str(guidellm.executable), "run", "--disable-console"),
+        *("--backend", f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions"),
+        *("--profile", profile, "--data", data, "--seed", f"kind=static,value={seed}"),
         *("--constraint", f"kind=max_duration,seconds={seconds}"),
-        *("--tokenizer", f"kind=huggingface_auto,model={model}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"),
         *("--output", f"kind=json,path={out / 'result.json'}"),
     ]
     environment = os.environ | dict(guidellm.environment())
+    environment.pop("PYTHONPATH", None)
     with (out / "output.txt").open("wb") as log:
         subprocess.run(command, check=True, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=out)
     metrics = json.loads((out / "result.json").read_text())["benchmarks"][0]["metrics"]
     return Figures(
         output_throughput=metrics["output_tokens_per_second"]["successful"]["mean"],
+        in_flight=metrics["request_concurrency"]["successful"]["mean"],
         ttft_p50_ms=metrics["time_to_first_token_ms"]["successful"]["median"],
         tpot_p50_ms=metrics["inter_token_latency_ms"]["successful"]["median"],
+        ttft_mean_ms=metrics["time_to_first_token_ms"]["successful"]["mean"],
     )
 
 
-def _table(found: dict[tuple[str, int], list[Figures]], loads: Sequence[int]) -> Iterator[str]:
+def _table(found: dict[tuple[str, Load], list[Figures]], loads: Sequence[Load]) -> Iterator[str]:
     yield "| load | figure | kneetune | GuideLLM | ratio |"
     yield "| --- | --- | --- | --- | --- |"
     for load in loads:
-        for name, unit in (("output_throughput", "tokens/s"), ("ttft_p50_ms", "ms"), ("tpot_p50_ms", "ms")):
-            ours, theirs = ([getattr(each, name) for each in found[tool, load]] for tool in ("kneetune", "GuideLLM"))
-            ratio = statistics.fmean(ours) / statistics.fmean(theirs)
-            yield f"| {load} | {name.removesuffix('_ms')}, {unit} | {_spread(ours)} | {_spread(theirs)} | {ratio:.3f} |"
+        for each in fields(Figures):
+            ours, theirs = (
+                [getattr(seen, each.name) for seen in found[tool, load]] for tool in ("kneetune", "GuideLLM")
+            )
+            ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+            yield f"| {load} | {each.name} | {_interval(ours)} | {_interval(theirs)} | {_interval(ratios)} |"
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.4g} ({min(values):.4g}–{max(values):.4g})"
+def _interval(values: Sequence[float]) -> str:
+    """The mean with the half width of its 95 % interval, by Student's t over the rounds."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return f"{mean:.4g}"
+    half = student_t_975(len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return f"{mean:.4g} ± {half:.2g}"
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
