@@ -49,7 +49,8 @@ _GENERIC = re.compile(
     r"|WorkerProc initialization failed|CancelledError|KeyboardInterrupt|SystemExit|Executor failed"
     r"|died unexpectedly|cancelled|^RuntimeError: Worker failed with error"
 )
-_CORE_DIED = re.compile(r"Engine core proc \S+ died unexpectedly|EngineDeadError|WorkerProc \S+ died unexpectedly")
+_DIED = (re.compile(r" proc \S+ died unexpectedly"), re.compile(r"EngineDeadError"))
+"""Which process died, and its echo in those that are left."""
 
 
 def progress(line: str) -> str | None:
@@ -151,10 +152,8 @@ def _by_exception(lines: list[str], *, was_ready: bool) -> Failed | None:
         if _EXCEPTION.search(line) and not _GENERIC.search(line):
             kind = FailureKind.INVALID_CONFIG if in_config and not was_ready else FailureKind.CRASHED
             return Failed(kind=kind, detail=line)
-    for line in lines:
-        if _CORE_DIED.search(line):
-            return Failed(kind=FailureKind.CRASHED, detail=line)
-    return None
+    died = next((line for pattern in _DIED for line in lines if pattern.search(line)), None)
+    return None if died is None else Failed(kind=FailureKind.CRASHED, detail=died)
 
 
 def _unwrapped(line: str) -> str:

@@ -234,7 +234,11 @@ class _Watch:
         if now_s - last_event_s < self._spec.stall_s or self._log.num_in_flight == 0:
             return None
         samples = self._scraped_since(now_s - self._spec.stall_s)
-        return None if stall.is_idle(samples) or stall.moved(samples) else "stalled"
+        has_moved = stall.moved(samples)
+        # A server may say that it is idle only because its core does not report any more: while requests of ours are in
+        # flight, that excuses nobody whose counters stand still.
+        excused = has_moved or (has_moved is None and stall.is_idle(samples))
+        return None if excused else "stalled"
 
     def _never_moved(self, start_s: float) -> bool:
         """Whether no request of the stage got an answer, and the engine says it has work and does none of it.

@@ -60,6 +60,13 @@ def test_the_reason_is_found_above_the_last_line(name: str, kind: FailureKind, t
     assert not failed.detail.startswith("(")
 
 
+def test_a_worker_that_died_is_named_and_not_its_echoes() -> None:
+    """`EngineCore encountered an issue` is what everybody behind it says, whatever happened."""
+    failed = VLLM.last_words(LOGS / "core-killed.log", was_ready=True, exit_code=0)
+    assert failed.kind is FailureKind.CRASHED
+    assert failed.detail.startswith("Worker proc VllmWorker-0 died unexpectedly")
+
+
 def test_a_process_that_was_killed_and_said_nothing_condemns_no_setting(tmp_path: Path) -> None:
     """The kernel, or a person, ended it: the log has progress and no reason."""
     log = tmp_path / "engine.log"

@@ -192,6 +192,21 @@ async def test_an_engine_that_stops_moving_is_stalled() -> None:
     assert not any(request.unfinished for request in measured.requests)
 
 
+async def test_a_core_that_hangs_behind_a_server_that_last_heard_of_no_work_is_stalled() -> None:
+    """The metrics of vLLM are what its core last reported: nothing to do, from before these requests came."""
+    page = "\n".join(
+        [
+            'vllm:num_requests_running{engine="0"} 0.0',
+            'vllm:num_requests_waiting{engine="0"} 0.0',
+            'vllm:generation_tokens_total{engine="0"} 7.0',
+            "",
+        ]
+    )
+    async with running_stub(Behaviour(hang_after=0), pages={"/metrics": (200, page)}) as stub:
+        record = (await measure(stub, stall_s=0.5, max_s=20.0, max_warm_up_s=20.0)).record
+    assert (record.ended_by, record.valid, record.num_completed) == ("stalled", False, 0)
+
+
 async def test_a_server_that_accepts_and_says_nothing_cannot_hold_a_stage() -> None:
     """Bounded time whatever the server does, and its own word that it has work and does none is a stall."""
     async with running_stub(Behaviour(hang_after=0)) as stub:
