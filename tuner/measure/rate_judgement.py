@@ -16,7 +16,7 @@ from tuner.load.log import LoadLog
 from tuner.measure import latency
 from tuner.measure.dependence import effective_samples
 from tuner.measure.latency import Window
-from tuner.measure.shown_rate import NARROW_ENOUGH, dispersion_of, share_shown
+from tuner.measure.shown_rate import ENOUGH_STATES, dispersion_of, share_shown
 from tuner.records import Estimate, RequestRecord
 
 
@@ -56,7 +56,7 @@ def arrivals_in(log: LoadLog, window: Window, times_s: Sequence[float]) -> Arriv
 
 
 def is_settled(log: LoadLog, settled: Sequence[RequestRecord], window: Window, limits: Slo) -> bool:
-    """Whether it is settled that the rate is over a limit, or inside both and the stage speaks for nearly all of it.
+    """Whether it is settled that the rate is over a limit, or inside both and states enough were seen.
 
     Args:
         log: of the stage so far.
@@ -73,7 +73,7 @@ def is_settled(log: LoadLog, settled: Sequence[RequestRecord], window: Window, l
     if not (_is_inside(ttft_p95, limits.ttft_p95_ms) and _is_inside(itl_p95, limits.itl_p95_ms)):
         return False
     times_s = [record.intended_s for record in log.records]
-    return arrivals_in(log, window, times_s).share_shown >= NARROW_ENOUGH
+    return arrivals_in(log, window, times_s).num_states >= ENOUGH_STATES
 
 
 def _is_inside(p95_ms: Estimate, limit_ms: float) -> bool:

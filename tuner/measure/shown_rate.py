@@ -26,9 +26,6 @@ QUANTILE = 0.95
 ENOUGH_STATES = math.ceil(math.log(1 - CONFIDENCE) / math.log(QUANTILE))
 """59: so many independent states all good, and 95 % of states are."""
 
-NARROW_ENOUGH = 0.9
-"""A stage that speaks for so much of its rate need not go on to speak for more."""
-
 
 def share_shown(*, mean_in_flight: float, num_states: int, dispersion: float = 1.0) -> float:
     """Which share of the rate that was sent a stage speaks for, 0 to 1.
