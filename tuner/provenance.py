@@ -22,15 +22,16 @@ PACKAGES = ("optuna", "ray", "torch", "transformers", "pandas", "numpy", "plotly
 
 def provenance(job: TuningJob) -> Provenance:
     """What a reader needs to judge whether the answer still holds."""
+    installed = adapter_of(job.engine).installed(job)
     return Provenance(
         kneetune_version=metadata.version("kneetune"),
         engine=job.engine.name,
-        engine_version=adapter_of(job.engine).installed(job).version,
+        engine_version=installed.version,
         model=job.model,
         model_hash=model_hash(job.model),
         workload=job.workload.name,
         workload_hash=job.workload.hash,
-        device=_device(job),
+        device=installed.device or _device(job),
         hardware=hardware(),
         python=platform.python_version(),
         packages={name: metadata.version(name) for name in PACKAGES},

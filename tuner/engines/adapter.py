@@ -33,6 +33,9 @@ class Installed:
     defaults: SearchedValues
     """What it does when it is told nothing: trial 0. Of what else is searched none is set."""
 
+    device: str | None = None
+    """What it computes on, where it is known before a launch: `cpu`, `cuda`."""
+
     flags: frozenset[str] | None = None
     """All that its command line knows; None: it was not asked."""
 

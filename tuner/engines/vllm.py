@@ -20,11 +20,13 @@ from tuner.engines.kv_block import kv_block_bytes
 from tuner.engines.process import how_it_ended, read_url
 from tuner.engines.vllm_config import captures_graphs, device_of, parameters
 from tuner.engines.vllm_install import Question, ask, flags_of
+from tuner.gpus import visible_gpus
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, TuningJob
 from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import read_infos
 from tuner.parameters import SearchedValues
+from tuner.placement import needs_gpu_count
 from tuner.records import EngineFacts, Failed, FailureKind
 
 ANSWER_S = 60.0
@@ -70,12 +72,13 @@ class VllmEngine:
                 environment=tuple(sorted(environment.items())),
             )
         )
-        if spec.device not in ("auto", told.device):
+        expected = "cuda" if spec.device == "auto" and needs_gpu_count(spec) and visible_gpus() else spec.device
+        if expected not in ("auto", told.device):
             raise InputError(
-                f"engine.device={spec.device}, but the vLLM {told.version} of {_command(spec)[0]} computes on "
-                f"{told.device}: name another (engine.command), or the device it has"
+                f"the vLLM {told.version} of {_command(spec)[0]} computes on {told.device}, and {expected} is expected "
+                f"here: name another (engine.command), or the device it has (engine.device: {told.device})"
             )
-        return Installed(version=told.version, defaults=told.defaults, flags=told.flags)
+        return Installed(version=told.version, defaults=told.defaults, device=told.device)
 
     def command(
         self, model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str

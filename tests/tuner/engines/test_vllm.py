@@ -15,9 +15,9 @@ from tuner.engines import vllm, vllm_install
 from tuner.engines.adapter import recognised
 from tuner.engines.vllm import VLLM
 from tuner.engines.vllm_config import captures_graphs, device_of
-from tuner.engines.vllm_install import Question, flags_of, python_of, told
+from tuner.engines.vllm_install import Question, Told, flags_of, python_of, told
 from tuner.inputs import InputError
-from tuner.job import EngineSpec
+from tuner.job import EngineSpec, TuningJob, load_job
 from tuner.records import Failed, FailureKind
 
 TOLD = json.loads((Path(__file__).parents[2] / "golden" / "vllm_config.json").read_text(encoding="utf-8"))
@@ -186,6 +186,44 @@ def test_the_defaults_are_what_this_version_takes_here() -> None:
     assert found.defaults.max_num_seqs == 1024
     assert (found.defaults.max_num_batched_tokens, found.defaults.gpu_memory_utilization) == (2048, 0.92)
     assert found.defaults.max_model_len is None
+
+
+def _job(device: str, folder: Path) -> TuningJob:
+    (folder / "config.json").write_text("{}")
+    engine = {"name": "vllm", "command": ["/opt/vllm/bin/vllm"], "device": device}
+    return load_job("default", {"model": str(folder), "engine": engine})
+
+
+def _answers(monkeypatch: pytest.MonkeyPatch, *, gpus: tuple[str, ...]) -> list[Question]:
+    """The installed vLLM is the golden one, for CPUs; what it is asked."""
+    asked: list[Question] = []
+
+    def ask(question: Question) -> Told:
+        asked.append(question)
+        return told(question, SAID | {"flags": [*question.flags]}, "")
+
+    monkeypatch.setattr(vllm, "ask", ask)
+    monkeypatch.setattr(vllm, "visible_gpus", lambda: gpus)
+    return asked
+
+
+def test_only_what_the_job_fixes_is_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is searched is left to vLLM's own choice, and its flags have to be known all the same."""
+    asked = _answers(monkeypatch, gpus=())
+    installed = VLLM.installed(_job("auto", tmp_path))
+    assert (installed.version, installed.device) == ("0.32.0", "cpu")
+    (question,) = asked
+    assert "--max-num-seqs" in question.flags
+    assert "--max-num-seqs" not in question.arguments
+    assert "--no-enable-prefix-caching" in question.arguments
+
+
+def test_a_build_for_cpus_is_not_launched_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials side by side would share one CPU, each under the name of a GPU."""
+    _answers(monkeypatch, gpus=("0", "1"))
+    with pytest.raises(InputError, match=r"computes on cpu, and cuda is expected here: .*engine\.device: cpu"):
+        VLLM.installed(_job("auto", tmp_path))
+    assert VLLM.installed(_job("cpu", tmp_path)).device == "cpu"
 
 
 @pytest.mark.parametrize(
