@@ -70,8 +70,8 @@ def _operating(answer: BenchAnswer) -> Table | None:
         (Cell("Output throughput"), cell(point.output_throughput, "tok/s")),
         (Cell("p95 TTFT"), cell(point.ttft_p95_ms, "ms")),
         (Cell("p95 ITL"), cell(point.itl_p95_ms, "ms")),
-        (Cell("Preemptions"), Cell(wording.count(point.num_preemptions))),
-        (Cell("KV cache in use at the peak"), Cell(wording.share(point.kv_cache_usage_peak))),
+        (Cell("Preemptions"), Cell(wording.preemptions(point))),
+        (Cell("KV cache in use at the peak"), Cell(wording.kv_use(point))),
     )
     return Table(("Operating point", ""), rows)
 
@@ -98,8 +98,8 @@ def _stages(answer: BenchAnswer) -> Table:
                 cell(stage.ttft_p95_ms, "ms"),
                 cell(stage.itl_p95_ms, "ms"),
                 Cell(f"{_mean(stage.mean_running)}, {_mean(stage.mean_waiting)}"),
-                Cell(wording.count(stage.num_preemptions)),
-                Cell(wording.share(stage.kv_cache_usage_peak)),
+                Cell(wording.preemptions(stage)),
+                Cell(wording.kv_use(stage)),
                 Cell(f"no. {stage.index + 1}"),
                 Cell(
                     "past the fence" if stage.fenced else "valid" if stage.valid else "left out",

@@ -117,7 +117,7 @@ def _stage_row(name: str, stage: StageRecord) -> tuple[Cell, ...]:
         cell(stage.output_throughput, "tok/s"),
         cell(stage.ttft_p95_ms, "ms"),
         cell(stage.itl_p95_ms, "ms"),
-        Cell(wording.count(stage.num_preemptions)),
+        Cell(wording.preemptions(stage)),
         Cell(str(stage.num_failed)),
         Cell(str(stage.num_rejected)),
     )
@@ -130,12 +130,12 @@ def burst_table(burst: BurstEvidence) -> Table:
         (Cell("p95 TTFT of admitted requests"), cell(burst.ttft_p95_ms, "ms")),
         (Cell("p95 ITL"), cell(burst.itl_p95_ms, "ms")),
         (Cell("Goodput"), Cell(f"{wording.number(burst.goodput_rps)} requests/s inside the SLO")),
-        (Cell("Preemptions"), Cell(wording.count(burst.num_preemptions))),
+        (Cell("Preemptions"), Cell(wording.preemptions(burst))),
         (
             Cell("Completed, failed, refused (503)"),
             Cell(f"{burst.num_completed}, {burst.num_failed}, {burst.num_rejected}"),
         ),
-        (Cell("KV cache in use at the peak"), Cell(wording.share(burst.kv_cache_usage_peak))),
+        (Cell("KV cache in use at the peak"), Cell(wording.kv_use(burst))),
     )
     return Table(("Protective under the burst", ""), rows)
 

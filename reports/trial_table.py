@@ -45,7 +45,7 @@ def _trial_row(trial: TrialRecord, slo: Slo | None, finding: KneeFinding | None)
     head = (
         Cell(str(trial.number), f"{trial.origin}{role}"),
         Cell(
-            f"{config.max_num_seqs} / {config.max_num_batched_tokens} / {config.gpu_memory_utilization:g}",
+            f"{config.max_num_seqs} / {config.max_num_batched_tokens} / {wording.memory_share(config)}",
             others,
         ),
     )
@@ -98,6 +98,8 @@ def _best_cell(stages: Sequence[StageRecord], finding: KneeFinding | None, slo: 
 
 def _preemption_cell(stages: Sequence[StageRecord]) -> Cell:
     """The sum over all stages; one stage that is unknown makes the sum unknown."""
+    if stages and "num_preemptions" in stages[0].not_applicable:
+        return Cell(wording.NOT_APPLICABLE)
     counts = [stage.num_preemptions for stage in stages]
     known = [count for count in counts if count is not None]
     return Cell(wording.count(sum(known) if len(known) == len(counts) else None))

@@ -227,7 +227,7 @@ def _config_cells(config: EngineConfig) -> list[Cell]:
     return [
         Cell(str(config.max_num_seqs)),
         Cell(str(config.max_num_batched_tokens)),
-        Cell(f"{config.gpu_memory_utilization:g}"),
+        Cell(wording.memory_share(config)),
         Cell("the model's own" if config.max_model_len is None else str(config.max_model_len)),
         Cell(", ".join(switches)),
     ]
@@ -241,10 +241,10 @@ def _point_cells(point: OperatingPoint | None) -> list[Cell]:
         cell(point.output_throughput, "tok/s"),
         cell(point.ttft_p95_ms, "ms"),
         cell(point.itl_p95_ms, "ms"),
-        Cell(wording.count(point.num_preemptions)),
+        Cell(wording.preemptions(point)),
         Cell(wording.memory(point.peak_memory_bytes)),
         Cell(wording.memory(point.reserved_memory_bytes)),
-        Cell(wording.share(point.kv_cache_usage_peak)),
+        Cell(wording.kv_use(point)),
     ]
 
 

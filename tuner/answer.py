@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tuner.engine_config import EngineConfig
 from tuner.frozen import Record
-from tuner.records import Estimate
+from tuner.records import EngineFigures, Estimate
 
 SCHEMA_VERSION = 1
 """Raised by one whenever a stored field changes its meaning or leaves."""
@@ -133,15 +133,13 @@ class Diagnosis(Record):
     symptoms: tuple[Symptom, ...] = ()
 
 
-class OperatingPoint(Record):
+class OperatingPoint(EngineFigures):
     """A measured stage a setting is meant to run at."""
 
     load: int
     output_throughput: Estimate
     ttft_p95_ms: Estimate
     itl_p95_ms: Estimate
-    num_preemptions: int | None
-    kv_cache_usage_peak: float | None
     peak_memory_bytes: int | None
     """Peak in use under load: weights, activation peak, peak used KV blocks."""
 
@@ -167,20 +165,18 @@ class ParetoPoint(Record):
     reserved_memory_bytes: int | None = None
 
 
-class BurstEvidence(Record):
+class BurstEvidence(EngineFigures):
     """What a burst of long prompts at twice the knee's load did to the protective profile."""
 
     load: int
     num_completed: int
     num_failed: int
     num_rejected: int
-    num_preemptions: int | None
     ttft_p95_ms: Estimate
     itl_p95_ms: Estimate
     goodput_rps: float
     """Requests per second that each met the SLO by their own TTFT and TPOT."""
 
-    kv_cache_usage_peak: float | None
     passed: bool
     reasons: tuple[str, ...] = ()
     """Why it did not pass. A p95 TTFT over its limit is said here too, and does not fail: without valves it queues."""

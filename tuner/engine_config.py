@@ -44,8 +44,8 @@ class TunedParameters(Record):
     max_num_batched_tokens: Tokens
     """Token budget of one step."""
 
-    gpu_memory_utilization: float = Field(gt=0, le=1)
-    """Share of the device's memory."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of the device's memory; None where the engine has no such share."""
 
 
 class EngineParameters(Record):
@@ -147,6 +147,11 @@ class EngineConfig(FixedParameters, TunedParameters):
         names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
         sizes = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1]
         return " x ".join(sizes) or "tensor_parallel_size=1"
+
+    @property
+    def share(self) -> float:
+        """The share of the device's memory that may be taken: all of it where the engine has no such limit."""
+        return 1.0 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     def fenced(self, load: int) -> EngineConfig:
         """This config with its fence at `load`, by `max_num_seqs` alone: a part of it for each core, rounded up."""

@@ -225,8 +225,9 @@ class TuningJob(Record):
     @model_validator(mode="after")
     def _no_share_that_decides_nothing(self) -> TuningJob:
         space, fixed = self.search_space, self.engine.fixed
+        moves = _SHARE in space.searched and len(space.choices(_SHARE)) > 1
         for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
-            if (getattr(fixed, name) is not None or name in space.searched) and len(space.choices(_SHARE)) > 1:
+            if moves and (getattr(fixed, name) is not None or name in space.searched):
                 raise ValueError(
                     f"{name} says how large the KV cache is, whatever {_SHARE} is: give {_SHARE} a single choice, or "
                     f"leave {name} out"

@@ -66,7 +66,7 @@ class MemoryModel(Record):
 
     def num_blocks(self, config: EngineConfig) -> int:
         """KV blocks `config` would have; can be negative. Unit: blocks."""
-        requested = self.total_bytes * config.gpu_memory_utilization
+        requested = self.total_bytes * config.share
         activation = self.activation_bytes_per_token * config.max_num_batched_tokens
         return math.floor((requested - self.fixed_bytes - activation) / self.block_bytes)
 
@@ -81,7 +81,7 @@ class MemoryModel(Record):
         if not self.covers(config) or blocks >= 0.9 * needed:
             return None
         return (
-            f"gpu_memory_utilization={config.gpu_memory_utilization:g} would leave {max(0, blocks)} KV blocks, "
+            f"gpu_memory_utilization={config.share:g} would leave {max(0, blocks)} KV blocks, "
             f"one request of max_model_len={length} needs {needed}: raise the share or lower max_model_len"
         )
 

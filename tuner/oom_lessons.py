@@ -67,9 +67,9 @@ def share_ceiling(trials: Sequence[TrialRecord], *, margin: float) -> ShareCeili
         trials: what was launched so far, in any role.
         margin: share of the device to keep between.
     """
-    passed = [trial.config.gpu_memory_utilization for trial in trials if trial.outcome.outcome == "measured"]
+    passed = [trial.config.share for trial in trials if trial.outcome.outcome == "measured"]
     failed = [
-        (trial.config.gpu_memory_utilization, trial.number, trial.outcome.kind.value)
+        (trial.config.share, trial.number, trial.outcome.kind.value)
         for trial in trials
         if trial.outcome.outcome == "failed" and trial.launched and trial.outcome.kind in OUT_OF_MEMORY
     ]
@@ -95,7 +95,7 @@ def _is_alike(config: EngineConfig, failed: EngineConfig) -> bool:
 
 def _no_less_share(config: EngineConfig, failed: EngineConfig) -> bool:
     """Graphs are captured when the KV cache has taken the rest of the share: only a smaller one leaves them room."""
-    return config.gpu_memory_utilization >= failed.gpu_memory_utilization
+    return config.share >= failed.share
 
 
 def _no_less_share_and_rows(config: EngineConfig, failed: EngineConfig) -> bool:
@@ -104,7 +104,7 @@ def _no_less_share_and_rows(config: EngineConfig, failed: EngineConfig) -> bool:
 
 def _more_share_or_no_fewer_rows(config: EngineConfig, failed: EngineConfig) -> bool:
     """The sampler's rows come last: fewer of them may do, or a smaller share, but never a larger one."""
-    more_share = config.gpu_memory_utilization > failed.gpu_memory_utilization
+    more_share = config.share > failed.share
     return more_share or _no_less_share_and_rows(config, failed)
 
 
@@ -119,7 +119,7 @@ def _no_less_share_and_steps(config: EngineConfig, failed: EngineConfig) -> bool
 
 
 def _no_more_share_and_no_smaller_steps(config: EngineConfig, failed: EngineConfig) -> bool:
-    no_more_share = config.gpu_memory_utilization <= failed.gpu_memory_utilization
+    no_more_share = config.share <= failed.share
     return no_more_share and _no_smaller_steps(config, failed)
 
 

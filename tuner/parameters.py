@@ -13,11 +13,11 @@ from tuner.inputs import nearest
 
 
 class SearchedValues(EngineParameters, TunedParameters):
-    """One value for each searched parameter; None for those that are not searched."""
+    """One value for each searched parameter; None for those that are not searched, or that the engine does not have."""
 
 
 SEARCHABLE = tuple(SearchedValues.model_fields)
-"""Names of what a study may propose; it always proposes the first three."""
+"""Names of what a study may propose; it always proposes the first three, as far as the engine has them."""
 
 
 def _plain(value: object) -> object:
@@ -54,8 +54,8 @@ def _each_checked(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
     for name in parameters:
         if name not in SEARCHABLE:
             raise ValueError(f"unknown parameter {name!r}{nearest(name, SEARCHABLE)}")
-    for name in TunedParameters.model_fields:
-        if name not in parameters:
+    for name, field in TunedParameters.model_fields.items():
+        if field.is_required() and name not in parameters:
             raise ValueError(f"{name} is missing: add it, with a single choice where it is not to move")
     return {name: _of(name, parameters[name]) for name in SEARCHABLE if name in parameters}
 
@@ -71,7 +71,8 @@ def _of(name: str, parameter: Parameter) -> Parameter:
 
 
 Parameters = Annotated[dict[str, Parameter], AfterValidator(_each_checked)]
-"""The searched parameters by name, in the order of `SEARCHABLE`: three always, any of the others besides."""
+"""The searched parameters by name, in the order of `SEARCHABLE`: two always, the share where the engine has one, any of
+the others besides."""
 
 
 def checked(name: str, value: Setting) -> Setting:
@@ -81,7 +82,7 @@ def checked(name: str, value: Setting) -> Setting:
         ValueError: for a value of the wrong kind, or outside the parameter's limits.
     """
     given = int(value) if isinstance(value, float) and value.is_integer() else value
-    any_others = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "gpu_memory_utilization": 1}
+    any_others = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
     try:
         config = EngineConfig.model_validate({**any_others, name: given}, strict=True)
     except ValidationError as error:

@@ -146,7 +146,29 @@ class StepFigures(Record):
     """Share of the window that a core spent in the model, 0 to 1; the rest it was idle or the server had to do."""
 
 
-class StageRecord(Record):
+class EngineFigures(Record):
+    """What the engine told of itself. None is unknown, unless the engine has no such figure."""
+
+    num_preemptions: int | None
+    """Difference of the engine's counter over the measured window."""
+
+    kv_cache_usage_peak: float | None
+    """Most of the KV cache seen in use, 0 to 1, observed by scrapes."""
+
+    not_applicable: tuple[str, ...] = ()
+    """Names of fields that this engine has no way to tell, where None elsewhere means unknown."""
+
+    def is_unknown(self, name: str) -> bool:
+        """Whether a figure is missing that the engine should have told: that fails closed."""
+        return getattr(self, name) is None and name not in self.not_applicable
+
+    @property
+    def has_no_preemptions(self) -> bool:
+        """Whether none was counted, or the engine never preempts; not so where it is unknown."""
+        return not self.num_preemptions and not self.is_unknown("num_preemptions")
+
+
+class StageRecord(EngineFigures):
     """One load held until steady, then measured on one running engine."""
 
     index: int
@@ -242,12 +264,6 @@ class StageRecord(Record):
     client_events_per_s: float | None = None
     """Stream events that it took in, of all requests."""
 
-    num_preemptions: int | None
-    """Difference of the engine's counter over the measured window."""
-
-    kv_cache_usage_peak: float | None
-    """Most of the KV cache seen in use, 0 to 1, observed by scrapes."""
-
     mean_running: float | None
     mean_waiting: float | None
     mean_waiting_deferred: float | None = None
@@ -262,9 +278,6 @@ class StageRecord(Record):
     (it speaks HTTP), then its descendants, the busiest first. None for a server that is not ours."""
 
     memory: MemoryFigures
-    not_applicable: tuple[str, ...] = ()
-    """Names of the fields above that this engine has no way to tell, where None elsewhere means unknown."""
-
     valid: bool
     invalid_reasons: tuple[str, ...] = ()
 
@@ -286,10 +299,6 @@ class StageRecord(Record):
         if self.loop == "open":
             raise ValueError(f"{self.load} requests/s are no number of users")
         return int(self.load)
-
-    def is_unknown(self, name: str) -> bool:
-        """Whether a figure is missing that the engine should have told: that fails closed."""
-        return getattr(self, name) is None and name not in self.not_applicable
 
 
 class FailureKind(StrEnum):

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 from tuner.answer import Capacity, SafeRateFigure
 from tuner.engine_config import EngineConfig, Setting
-from tuner.records import Estimate, StageRecord
+from tuner.records import EngineFigures, Estimate, StageRecord
 
 UNKNOWN = "unknown"
+NOT_APPLICABLE = "not applicable"
+THREE = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+"""What is always searched, the third where the engine has it."""
 
 
 def config_text(config: EngineConfig) -> str:
     """The three values that are always searched, and what else is not at its default, in one short line."""
-    three = (
-        f"max_num_seqs={config.max_num_seqs} max_num_batched_tokens={config.max_num_batched_tokens} "
-        f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
-    )
-    words = [three, *(f"{name}={value}" for name, value in further(config).items())]
+    three = {name: value for name in THREE if (value := getattr(config, name)) is not None}
+    words = [f"{name}={value}" for name, value in {**_settings(three), **further(config)}.items()]
     if config.data_parallel_size > 1:
         words.append(f"({total_concurrency(config)} at once)")
     return " ".join(words)
@@ -32,8 +32,16 @@ def total_concurrency(config: EngineConfig) -> str:
 
 def further(config: EngineConfig) -> dict[str, str]:
     """The parameters beside those three that are not at their default, each with its value."""
-    three = {"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"}
-    return {name: setting(value) for name, value in config.model_dump(exclude=three, exclude_defaults=True).items()}
+    return _settings(config.model_dump(exclude=set(THREE), exclude_defaults=True))
+
+
+def _settings(values: dict[str, Setting]) -> dict[str, str]:
+    return {name: setting(value) for name, value in values.items()}
+
+
+def memory_share(config: EngineConfig) -> str:
+    """The share of the device's memory, or that the engine has no such setting."""
+    return NOT_APPLICABLE if config.gpu_memory_utilization is None else f"{config.gpu_memory_utilization:g}"
 
 
 def setting(value: Setting | tuple[str, ...]) -> str:
@@ -79,6 +87,16 @@ def share(value: float | None) -> str:
 def count(value: int | None) -> str:
     """A count; a missing one is unknown, not 0."""
     return UNKNOWN if value is None else f"{value:,}"
+
+
+def preemptions(of: EngineFigures) -> str:
+    """How many there were, or that the engine never preempts."""
+    return NOT_APPLICABLE if "num_preemptions" in of.not_applicable else count(of.num_preemptions)
+
+
+def kv_use(of: EngineFigures) -> str:
+    """The most of the KV cache that was in use, or that the engine has no such figure."""
+    return NOT_APPLICABLE if "kv_cache_usage_peak" in of.not_applicable else share(of.kv_cache_usage_peak)
 
 
 def duration(value_s: float) -> str:

@@ -6,15 +6,12 @@ from collections.abc import Iterable
 
 from tuner.engine_config import EngineConfig
 from tuner.records import Measured, StageRecord, TrialRecord, TrialRole
-from tuner.wording import further
+from tuner.wording import further, memory_share
 
 
 def config_text(config: EngineConfig) -> str:
     """The three parameters that are always tuned, and what else is not at its default, in one line."""
-    three = (
-        f"{config.max_num_seqs} sequences, budget {config.max_num_batched_tokens}, "
-        f"share {config.gpu_memory_utilization:g}"
-    )
+    three = f"{config.max_num_seqs} sequences, budget {config.max_num_batched_tokens}, share {memory_share(config)}"
     return ", ".join([three, *(f"{name} {value}" for name, value in further(config).items())])
 
 

@@ -79,6 +79,7 @@ def operating_point_of(stages: Sequence[StageRecord], noise: LaunchNoise | None 
         itl_p95_ms=combined([stage.itl_p95_ms for stage in stages]),
         num_preemptions=_sum_known([stage.num_preemptions for stage in stages]),
         kv_cache_usage_peak=_most_known([stage.kv_cache_usage_peak for stage in stages]),
+        not_applicable=stages[0].not_applicable,
         peak_memory_bytes=_most_known([stage.memory.in_use_peak_bytes for stage in stages]),
         reserved_memory_bytes=_most_known([stage.memory.reserved_bytes for stage in stages]),
     )

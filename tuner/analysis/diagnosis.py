@@ -158,7 +158,8 @@ def _kv_blocks(bend: Bend) -> Finding | None:
             preempted = "unknown" if stage.num_preemptions is None else f"{stage.num_preemptions}"
             sentence = f"at load {stage.load} the KV cache is {said} full at its peak, with {preempted} preemptions"
             return Finding(binding="kv_blocks", evidence=(sentence,))
-    unknown = [stage for stage in (bend.first, bend.past) if None in (stage.kv_cache_usage_peak, stage.num_preemptions)]
+    figures = ("kv_cache_usage_peak", "num_preemptions")
+    unknown = [stage for stage in (bend.first, bend.past) if any(map(stage.is_unknown, figures))]
     if unknown:
         return Finding(binding=None, evidence=(f"KV use or preemptions are unknown at load {unknown[0].load}",))
     return None

@@ -45,9 +45,9 @@ def is_held_back(stage: StageRecord) -> bool:
     """
     if stage.mean_running is None or stage.mean_waiting is None or stage.peak_running is None:
         return False
-    if stage.num_preemptions is None or stage.kv_cache_usage_peak is None:
+    if stage.is_unknown("num_preemptions") or stage.is_unknown("kv_cache_usage_peak"):
         return False
-    short_of_blocks = stage.num_preemptions > 0 or stage.kv_cache_usage_peak >= FULL_KV_CACHE
+    short_of_blocks = (stage.num_preemptions or 0) > 0 or (stage.kv_cache_usage_peak or 0.0) >= FULL_KV_CACHE
     waits = stage.mean_waiting >= WAITING_SHARE * stage.mean_in_flight
     return waits and not short_of_blocks and stage.mean_running >= PINNED * stage.peak_running
 

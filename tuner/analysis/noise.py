@@ -111,7 +111,7 @@ def _schedules(trials: Iterable[TrialRecord]) -> dict[tuple[EngineConfig, str], 
 
 
 def _is_shared(stage: StageRecord) -> bool:
-    return stage.valid and not stage.fenced and stage.kind in _SHARED_KINDS and stage.num_preemptions == 0
+    return stage.valid and not stage.fenced and stage.kind in _SHARED_KINDS and stage.has_no_preemptions
 
 
 def _within(estimate: Estimate) -> float | None:

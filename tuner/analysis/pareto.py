@@ -34,7 +34,7 @@ class Candidate:
 
 def smaller_first(config: EngineConfig) -> tuple[int, int, float]:
     """Sort key by which ties go to the smaller setting: it exposes less."""
-    return config.max_num_seqs, config.max_num_batched_tokens, config.gpu_memory_utilization
+    return config.max_num_seqs, config.max_num_batched_tokens, config.share
 
 
 def per_device(throughput: Estimate, config: EngineConfig) -> Estimate:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tuner import wording
 from tuner.analysis.capacity import is_inside
 from tuner.analysis.fence import ladder_knee
 from tuner.analysis.graph_grid import stages_to_stand_on
@@ -163,7 +164,7 @@ def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo)
         (stage.num_completed == 0, "no request was completed"),
         (over["itl_p95"] > 0, _over("p95 ITL", stage.itl_p95_ms, slo.itl_p95_ms)),
         (stage.is_unknown("kv_cache_usage_peak"), "peak KV use is unknown"),
-        (usage is not None and usage > 1 - KV_HEADROOM, f"KV use peaked at {_percent(usage)}: under 5 % is left"),
+        (usage is not None and usage > 1 - KV_HEADROOM, f"KV use peaked at {usage or 0.0:.0%}: under 5 % is left"),
     ]
     reasons = [reason for failed, reason in failures if failed]
     passed = not reasons
@@ -180,6 +181,7 @@ def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo)
         itl_p95_ms=stage.itl_p95_ms,
         goodput_rps=good / stage.measured_s if stage.measured_s > 0 else 0.0,
         kv_cache_usage_peak=usage,
+        not_applicable=stage.not_applicable,
         passed=passed,
         reasons=tuple(reasons),
     )
@@ -225,7 +227,7 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
     evidence = (
         f"{stage.output_throughput.value:.4g} tokens/s at load {stage.load}: {most}",
         f"p95 TTFT {stage.ttft_p95_ms.value:.4g} ms, p95 ITL {stage.itl_p95_ms.value:.4g} ms",
-        f"no preemption, KV use at most {_percent(stage.kv_cache_usage_peak)}",
+        f"preemptions {wording.preemptions(stage)}, KV use at most {wording.kv_use(stage)}",
         f"the ladder of trial {trial.number} {bend}",
     )
     # Users who think may be more than the fence lets run.
@@ -235,7 +237,7 @@ def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoic
 
 def _below_ceiling(choice: ProductionChoice, ceiling: ShareCeiling) -> ProductionChoice:
     """The choice at the highest share that is safe; its own launches then show whether that is enough."""
-    asked, most = choice.config.gpu_memory_utilization, ceiling.gpu_memory_utilization
+    asked, most = choice.config.share, ceiling.gpu_memory_utilization
     if asked <= most:
         return choice
     config = choice.config.model_copy(update={"gpu_memory_utilization": most})
@@ -255,7 +257,7 @@ def _below(ceiling: EngineConfig, measured: EngineConfig, load: int) -> EngineCo
     same_otherwise = measured.model_copy(update={**tuned, "max_model_len": ceiling.max_model_len}) == config
     within = all(mine <= limit for mine, limit in zip(smaller_first(config), smaller_first(ceiling), strict=True))
     fewer = load <= MEANINGFUL_CUT * ceiling.max_num_seqs
-    share_alone = config.gpu_memory_utilization < ceiling.gpu_memory_utilization and load == ceiling.max_num_seqs
+    share_alone = config.share < ceiling.share and load == ceiling.max_num_seqs
     lower = (fewer or _meaningful_budget_cut(config, ceiling)) and not share_alone
     return config if same_otherwise and within and lower else None
 
@@ -301,7 +303,7 @@ def _cuts(config: EngineConfig, ceiling: EngineConfig) -> tuple[str, ...]:
     return tuple(
         f"{name} {getattr(ceiling, name):g} to {getattr(config, name):g}: {why}"
         for name, why in pairs
-        if getattr(config, name) < getattr(ceiling, name)
+        if getattr(ceiling, name) is not None and getattr(config, name) < getattr(ceiling, name)
     )
 
 
@@ -401,7 +403,3 @@ def _over(name: str, measured: Estimate, limit_ms: float) -> str:
 
 def _figure(value: float) -> str:
     return f"{value:.4g} ms" if math.isfinite(value) else "unknown"
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{share:.0%}"

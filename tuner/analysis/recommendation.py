@@ -26,7 +26,7 @@ from tuner.answer import (
 )
 from tuner.engine_config import EngineConfig
 from tuner.records import FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
-from tuner.wording import config_text
+from tuner.wording import config_text, kv_use, preemptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,10 @@ def refutation(choice: ProductionChoice, pair: ConfirmedPair, slo: Slo) -> str |
         )
     point = operating_point_of(stages)
     faults = []
-    if point.num_preemptions or any(stage.is_unknown("num_preemptions") for stage in stages):
-        faults.append(f"{'unknown' if point.num_preemptions is None else point.num_preemptions} preemptions")
-    usage = point.kv_cache_usage_peak
-    if (usage or 0.0) > 1 - KV_HEADROOM or any(stage.is_unknown("kv_cache_usage_peak") for stage in stages):
-        faults.append(f"KV use {'unknown' if usage is None else f'{usage:.0%}'}")
+    if not point.has_no_preemptions:
+        faults.append(f"{preemptions(point)} preemptions")
+    if point.is_unknown("kv_cache_usage_peak") or (point.kv_cache_usage_peak or 0.0) > 1 - KV_HEADROOM:
+        faults.append(f"KV use {kv_use(point)}")
     faults += [fault for stage in stages for fault in _over(stage, slo)]
     if not faults:
         return None
@@ -246,8 +245,7 @@ def _protective(confirmed: ConfirmedProtective, pair: ConfirmedPair | None) -> P
     candidate = confirmed.candidate
     evidence = [f"measured by trial {candidate.trial} at load {candidate.stage.load}"]
     evidence += [
-        f"production under the same burst: {_figures([stage])}, "
-        f"{'unknown' if stage.num_preemptions is None else stage.num_preemptions} preemptions"
+        f"production under the same burst: {_figures([stage])}, preemptions {preemptions(stage)}"
         for stage in ([] if pair is None else stages_of(pair.production, StageKind.BURST))
     ]
     measured = stages_of([confirmed.trial], StageKind.OPERATING)

@@ -168,8 +168,7 @@ def least_violating_stage(stages: Sequence[StageRecord], slo: Slo) -> StageRecor
 
 def keeps_headroom(stage: StageRecord) -> bool:
     """Whether nothing was preempted and the KV cache kept its headroom; what is unknown fails."""
-    is_unknown = stage.is_unknown("num_preemptions") or stage.is_unknown("kv_cache_usage_peak")
-    return not is_unknown and may_keep_headroom(stage)
+    return stage.has_no_preemptions and not stage.is_unknown("kv_cache_usage_peak") and may_keep_headroom(stage)
 
 
 def may_keep_headroom(stage: StageRecord) -> bool:

@@ -87,15 +87,23 @@ def _dies_later(
         symptom="dies_later",
         seen=f"the engine dies or runs out of memory after it served{f', as in {met}' if met else ''}",
         means=f"{' and '.join(kinds) if kinds else 'met in no trial of this run'}{in_use}",
-        first=f"share down with fewer sequences{_to(production, protective, 'gpu_memory_utilization')}"
-        f"{_to(production, protective, 'max_num_seqs')}, or `max_model_len` down; more share would only hide it",
+        first=_less_memory(production, protective),
     )
+
+
+def _less_memory(production: Profile | None, protective: Profile | None) -> str:
+    sequences = f"fewer sequences{_to(production, protective, 'max_num_seqs')}, or `max_model_len` down"
+    if production is not None and production.config.gpu_memory_utilization is None:
+        return sequences
+    share = f"share down with{_to(production, protective, 'gpu_memory_utilization')}"
+    return f"{share} {sequences}; more share would only hide it"
 
 
 def _latency_up(production: Profile, protective: Profile | None, slo: Slo) -> Iterator[Symptom]:
     """Memory free while latency rises: by waiting requests, or by ITL with nothing waiting."""
     config, point = production.config, production.operating_point
-    free = f"`vllm:kv_cache_usage_perc` is below {FULL_KV_CACHE:g}"
+    has_kv_use = "kv_cache_usage_peak" not in point.not_applicable
+    free = f"`vllm:kv_cache_usage_perc` is below {FULL_KV_CACHE:g}" if has_kv_use else "the engine lives"
     waiting = max(1, round(WAITING_SHARE * config.fence))
     yield Symptom(
         symptom="latency_up",
@@ -151,7 +159,8 @@ def _starts(trials: Sequence[TrialRecord], production: Profile) -> list[float]:
 
 
 def _back_to(production: Profile | None) -> str:
-    return "" if production is None else f"; production's share of {production.config.gpu_memory_utilization:g} starts"
+    share = None if production is None else production.config.gpu_memory_utilization
+    return "" if share is None else f"; production's share of {share:g} starts"
 
 
 def _to(production: Profile | None, protective: Profile | None, name: str) -> str:
@@ -159,4 +168,4 @@ def _to(production: Profile | None, protective: Profile | None, name: str) -> st
     if production is None or protective is None:
         return ""
     high, low = getattr(production.config, name), getattr(protective.config, name)
-    return f" (protective: `{name}` {low:g})" if low < high else ""
+    return f" (protective: `{name}` {low:g})" if high is not None and low < high else ""

@@ -38,11 +38,11 @@ def _operating(answer: BenchAnswer) -> str:
     point = answer.operating_point
     if point is None:
         return "operating   no stage"
-    preemptions = wording.count(point.num_preemptions)
+    preemptions = wording.preemptions(point)
     return (
         f"operating   load {point.load}: {estimate_text(point.output_throughput)} tok/s, "
         f"p95 TTFT {milliseconds_text(point.ttft_p95_ms)}, p95 ITL {milliseconds_text(point.itl_p95_ms)}, "
-        f"preemptions {preemptions}, KV use {wording.share(point.kv_cache_usage_peak)}"
+        f"preemptions {preemptions}, KV use {wording.kv_use(point)}"
     )
 
 

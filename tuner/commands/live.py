@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tuner.analysis.standing import standing
 from tuner.commands.watch import PURPOSE, clock_text, trial_text
-from tuner.commands.words import estimate_text, milliseconds_text
+from tuner.commands.words import estimate_text, milliseconds_text, preemptions_text
 from tuner.engine_config import EngineConfig
 from tuner.progress import Clock
 from tuner.records import StageRecord, TrialRecord, TrialRole
@@ -111,7 +111,7 @@ class LiveWatcher:
                 estimate_text(stage.output_throughput),
                 milliseconds_text(stage.ttft_p95_ms),
                 milliseconds_text(stage.itl_p95_ms),
-                "?" if stage.num_preemptions is None else str(stage.num_preemptions),
+                preemptions_text(stage),
                 "" if stage.valid else f"invalid: {'; '.join(stage.invalid_reasons)}",
             )
         return table

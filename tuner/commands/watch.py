@@ -7,7 +7,7 @@ from typing import Self
 
 import typer
 
-from tuner.commands.words import duration_text, estimate_text, milliseconds_text
+from tuner.commands.words import duration_text, estimate_text, milliseconds_text, preemptions_text
 from tuner.engine_config import EngineConfig
 from tuner.progress import Clock
 from tuner.records import StageRecord, TrialRecord, TrialRole
@@ -66,7 +66,7 @@ def stage_text(stage: StageRecord, clock: Clock) -> str:
     return (
         f"{stage.kind.value:<9} load {load:>4}  {estimate_text(stage.output_throughput):>14} tok/s"
         f"  p95 TTFT {milliseconds_text(stage.ttft_p95_ms):>9}  p95 ITL {milliseconds_text(stage.itl_p95_ms):>9}"
-        f"  preemptions {'?' if stage.num_preemptions is None else stage.num_preemptions}"
+        f"  preemptions {preemptions_text(stage)}"
         f"{sent}  {clock_text(clock)}{valid}"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tuner.records import Estimate
+from tuner.records import EngineFigures, Estimate
 
 
 def duration_text(seconds: float) -> str:
@@ -26,3 +26,10 @@ def milliseconds_text(estimate: Estimate) -> str:
         return "unknown"
     text = f"{estimate.value:.0f} ms" if estimate.value >= 10 else f"{estimate.value:.1f} ms"
     return text if estimate.has_interval else f"({text})"
+
+
+def preemptions_text(of: EngineFigures) -> str:
+    """How many; `?` where it is unknown, `n/a` of an engine that never preempts."""
+    if of.num_preemptions is not None:
+        return str(of.num_preemptions)
+    return "?" if of.is_unknown("num_preemptions") else "n/a"

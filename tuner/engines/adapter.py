@@ -172,11 +172,16 @@ def mismatch(adapter: EngineAdapter, config: EngineConfig, reading: Reading) -> 
 
 
 def check_job(adapter: EngineAdapter, job: TuningJob) -> None:
-    """See to it that the engine can be told all that the job says of it.
+    """See to it that the engine can be told all that the job says of it, and that its share of memory is searched.
 
     Raises:
-        InputError: naming what it cannot be told.
+        InputError: naming what it cannot be told, or the share where it has one and the job none.
     """
+    if "gpu_memory_utilization" in adapter.settable and "gpu_memory_utilization" not in job.search_space.searched:
+        raise InputError(
+            f"search_space.parameters.gpu_memory_utilization is missing: the engine {adapter.name} takes a share "
+            "of the device's memory, so give it choices"
+        )
     found = list(_not_for(adapter, job))
     if found:
         raise InputError(f"the engine {adapter.name} cannot be told {', '.join(found)}: leave that out")
@@ -188,7 +193,7 @@ def _not_for(adapter: EngineAdapter, job: TuningJob) -> Iterator[str]:
         if getattr(engine, key) and key not in adapter.own_keys:
             yield f"engine.{key}"
     for name in job.search_space.searched:
-        # Three are always there; one with a single choice is left to the engine.
+        # Two are always there; one with a single choice is left to the engine.
         if name not in adapter.settable and len(job.search_space.choices(name)) > 1:
             yield f"search_space.parameters.{name}"
     for name in engine.fixed.model_dump(exclude={"extra_args"}, exclude_defaults=True, exclude_none=True):

@@ -98,7 +98,7 @@ def _header(context: ExportContext, *, start: str, caveat: str) -> list[str]:
         f"Reason: {recommendation.reason}",
         f"Knee: {knee(recommendation)}",
         f"Operating point: {point.load} concurrent requests, {throughput},",
-        f"  p95 TTFT {ttft}, p95 ITL {itl}, preemptions {wording.count(point.num_preemptions)}",
+        f"  p95 TTFT {ttft}, p95 ITL {itl}, preemptions {wording.preemptions(point)}",
         f"Measured with the engine {engine} on {provenance.device}, {provenance.hardware},",
         f"  workload {provenance.workload} ({provenance.workload_hash})",
         f"  model {provenance.model} ({provenance.model_hash}), kneetune {provenance.kneetune_version}",

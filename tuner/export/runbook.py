@@ -79,7 +79,9 @@ def triggers(recommendation: Recommendation) -> tuple[Trigger, ...]:
     production, slo = recommendation.production, recommendation.slo
     if production is None:
         return ()
-    found = [_preemptions(recommendation, production), _out_of_memory(recommendation, production)]
+    found = [_out_of_memory(recommendation, production)]
+    if "num_preemptions" not in production.operating_point.not_applicable:
+        found = [_preemptions(recommendation, production), *found]
     if slo is not None:
         found = [_itl(recommendation, production, slo), _ttft(recommendation, production, slo), *found]
     return tuple(found)
@@ -98,14 +100,14 @@ def _ttft(recommendation: Recommendation, production: Profile, slo: Slo) -> Trig
     return Trigger(
         f"p95 TTFT over {wording.latency(slo.ttft_p95_ms)} "
         f"(measured: {wording.latency(point.ttft_p95_ms.value)}) while memory is free (KV cache in use at most "
-        f"{wording.share(point.kv_cache_usage_peak)} when measured)",
+        f"{wording.kv_use(point)} when measured)",
         f"budget or fence up, the fence no further than the knee: {knee(recommendation)}; with memory short, hold "
         "requests at the gateway",
     )
 
 
 def _preemptions(recommendation: Recommendation, production: Profile) -> Trigger:
-    measured = wording.count(production.operating_point.num_preemptions)
+    measured = wording.preemptions(production.operating_point)
     return Trigger(
         f"`vllm:num_preemptions_total` grows (measured at the operating point: {measured})",
         f"sequences down{_change(recommendation, 'max_num_seqs')}",
@@ -117,9 +119,15 @@ def _out_of_memory(recommendation: Recommendation, production: Profile) -> Trigg
     return Trigger(
         f"out of memory (measured: {wording.memory(point.peak_memory_bytes)} in use at the peak, "
         f"{wording.memory(point.reserved_memory_bytes)} reserved)",
-        f"share down{_change(recommendation, 'gpu_memory_utilization')}, with fewer sequences"
-        f"{_change(recommendation, 'max_num_seqs')}",
+        _less_memory(recommendation, production),
     )
+
+
+def _less_memory(recommendation: Recommendation, production: Profile) -> str:
+    sequences = f"fewer sequences{_change(recommendation, 'max_num_seqs')}"
+    if production.config.gpu_memory_utilization is None:
+        return sequences
+    return f"share down{_change(recommendation, 'gpu_memory_utilization')}, with {sequences}"
 
 
 def _change(recommendation: Recommendation, name: str) -> str:
@@ -215,23 +223,27 @@ def _order(recommendation: Recommendation) -> str:
 
 
 def _switch(production: Profile, protective: Profile) -> str:
-    shares = (production.config.gpu_memory_utilization, protective.config.gpu_memory_utilization)
-    both = sum(shares)
-    fits = (
-        f"Both fit one device (shares {shares[0]:g} + {shares[1]:g})."
-        if both <= 1
-        else f"Both do not fit one device (shares {shares[0]:g} + {shares[1]:g} = {both:.2g}): use a second one, "
-        "or drain first and accept the gap."
-    )
     return "\n".join(
         [
             "## How to switch",
             "",
-            f"1. Start protective beside production, on a port of its own. {fits}",
+            f"1. Start protective beside production, on a port of its own. {_fits(production, protective)}",
             "2. Wait for its `/health`, then send new requests there.",
-            "3. Let production drain: `vllm:num_requests_running` and `vllm:num_requests_waiting` both 0.",
+            "3. Let production drain: by its /metrics nothing runs and nothing waits.",
             "4. Stop production with SIGTERM.",
         ]
+    )
+
+
+def _fits(production: Profile, protective: Profile) -> str:
+    high, low = production.config.gpu_memory_utilization, protective.config.gpu_memory_utilization
+    if high is None or low is None:
+        return "The engine holds to no share of the device, so see first that there is memory for both."
+    if high + low <= 1:
+        return f"Both fit one device (shares {high:g} + {low:g})."
+    return (
+        f"Both do not fit one device (shares {high:g} + {low:g} = {high + low:.2g}): use a second one, "
+        "or drain first and accept the gap."
     )
 
 

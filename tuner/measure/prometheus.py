@@ -1,10 +1,11 @@
-"""Reads an engine's /metrics: vLLM's names, old and new, and what our own engine adds to them."""
+"""Reads an engine's /metrics: by vLLM's names and what our own engine adds to them, or by those of another engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 from types import TracebackType
 from typing import Self, TypeVar
@@ -12,26 +13,66 @@ from typing import Self, TypeVar
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tuner.frozen import Record
 from tuner.load.connection import Connection, Endpoint, connect, fetch_text
 
-_RUNNING = ("vllm:num_requests_running",)
-_WAITING = ("vllm:num_requests_waiting",)
-_KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-_PREEMPTIONS = ("vllm:num_preemptions_total",)
-_PROMPT_TOKENS = ("vllm:prompt_tokens_total",)
-_GENERATION_TOKENS = ("vllm:generation_tokens_total",)
-_PREFIX_QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
-_PREFIX_HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
-_STEPS = ("vllm:iteration_tokens_total_count",)
-_STEP_TOKENS = ("vllm:iteration_tokens_total_sum",)
-_MODEL_S = ("engine:step_seconds_sum",)
-_ENDED = ("vllm:request_success_total",)
-_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
-_SNAPSHOT_NAMES = (
-    *(*_RUNNING, *_WAITING, *_KV_USAGE, *_PREEMPTIONS),
-    *(*_PROMPT_TOKENS, *_GENERATION_TOKENS, *_PREFIX_QUERIES, *_PREFIX_HITS),
-    *(*_STEPS, *_STEP_TOKENS, *_MODEL_S, *_ENDED, _WAITING_BY_REASON),
+
+class MetricNames(Record):
+    """What an engine's page calls each figure: of several spellings the first that is there is read; none: not told."""
+
+    running: tuple[str, ...] = ()
+    """Gauge: requests that run."""
+
+    waiting: tuple[str, ...] = ()
+    """Gauge: requests in the queue."""
+
+    kv_cache_usage: tuple[str, ...] = ()
+    """Gauge, 0 to 1."""
+
+    preemptions: tuple[str, ...] = ()
+    prompt_tokens: tuple[str, ...] = ()
+    generation_tokens: tuple[str, ...] = ()
+    prefix_queries: tuple[str, ...] = ()
+    """Counter: prompt tokens that were looked up in the prefix cache."""
+
+    prefix_hits: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    """Counter: steps of the engine's core."""
+
+    step_tokens: tuple[str, ...] = ()
+    """Counter: tokens that those steps computed."""
+
+    model_s: tuple[str, ...] = ()
+    """Counter: seconds of them in the model."""
+
+    requests_ended: tuple[str, ...] = ()
+    """Counter: requests that were answered to their end; those with the label `finished_reason="abort"` were not."""
+
+    waiting_by_reason: tuple[str, ...] = ()
+    """Gauge with the label `reason`; those `deferred` wait for something else than room."""
+
+    @cached_property
+    def all(self) -> tuple[str, ...]:
+        """Every name there is to look for."""
+        return tuple(name for field in type(self).model_fields for name in getattr(self, field))
+
+
+VLLM_METRICS = MetricNames(
+    running=("vllm:num_requests_running",),
+    waiting=("vllm:num_requests_waiting",),
+    kv_cache_usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    preemptions=("vllm:num_preemptions_total",),
+    prompt_tokens=("vllm:prompt_tokens_total",),
+    generation_tokens=("vllm:generation_tokens_total",),
+    prefix_queries=("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+    prefix_hits=("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+    steps=("vllm:iteration_tokens_total_count",),
+    step_tokens=("vllm:iteration_tokens_total_sum",),
+    model_s=("engine:step_seconds_sum",),
+    requests_ended=("vllm:request_success_total",),
+    waiting_by_reason=("vllm:num_requests_waiting_by_reason",),
 )
+"""Old spellings and new; our own engine speaks the same, and adds its own."""
 
 _MEMORY_BYTES = "engine:memory_bytes"
 _BLOCK_PART = "kv_block"
@@ -86,38 +127,38 @@ def increase(before: Number | None, after: Number | None) -> Number | None:
     return after - before
 
 
-def parse_snapshot(text: str, *, at_s: float) -> MetricsSnapshot:
+def parse_snapshot(text: str, names: MetricNames = VLLM_METRICS, *, at_s: float) -> MetricsSnapshot:
     """Read a page. Several engines' gauges and counters are summed; of a name's old and new spelling one is read."""
     values: dict[str, list[float]] = {}
-    for sample in _samples(text, _SNAPSHOT_NAMES):
+    for sample in _samples(text, names.all):
         if sample.labels.get("finished_reason") == "abort":
             continue
-        deferred = sample.name == _WAITING_BY_REASON and sample.labels.get("reason") == "deferred"
+        deferred = sample.name in names.waiting_by_reason and sample.labels.get("reason") == "deferred"
         values.setdefault("deferred" if deferred else sample.name, []).append(sample.value)
 
-    def series(names: tuple[str, ...]) -> list[float] | None:
-        return next((values[name] for name in names if name in values), None)
+    def series(spellings: tuple[str, ...]) -> list[float] | None:
+        return next((values[name] for name in spellings if name in values), None)
 
-    def total(names: tuple[str, ...]) -> int | None:
-        found = series(names)
+    def total(spellings: tuple[str, ...]) -> int | None:
+        found = series(spellings)
         return None if found is None else round(sum(found))
 
-    usage, steps, model_s = series(_KV_USAGE), series(_STEPS), series(_MODEL_S)
+    usage, steps, model_s = series(names.kv_cache_usage), series(names.steps), series(names.model_s)
     return MetricsSnapshot(
         at_s=at_s,
-        running=total(_RUNNING),
-        waiting=total(_WAITING),
+        running=total(names.running),
+        waiting=total(names.waiting),
         kv_cache_usage=None if usage is None else max(usage),
-        preemptions=total(_PREEMPTIONS),
-        prompt_tokens=total(_PROMPT_TOKENS),
-        generation_tokens=total(_GENERATION_TOKENS),
-        prefix_queries=total(_PREFIX_QUERIES),
-        prefix_hits=total(_PREFIX_HITS),
+        preemptions=total(names.preemptions),
+        prompt_tokens=total(names.prompt_tokens),
+        generation_tokens=total(names.generation_tokens),
+        prefix_queries=total(names.prefix_queries),
+        prefix_hits=total(names.prefix_hits),
         waiting_deferred=total(("deferred",)),
-        requests_ended=total(_ENDED),
+        requests_ended=total(names.requests_ended),
         num_cores=None if steps is None else len(steps),
-        steps=total(_STEPS),
-        step_tokens=total(_STEP_TOKENS),
+        steps=total(names.steps),
+        step_tokens=total(names.step_tokens),
         model_s=None if model_s is None else sum(model_s),
     )
 
@@ -151,9 +192,10 @@ class Scraper:
     A scrape that fails is missing and the next one tried: it makes a figure unknown, it does not end a stage.
     """
 
-    def __init__(self, endpoint: Endpoint, *, origin_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, names: MetricNames = VLLM_METRICS, *, origin_s: float) -> None:
         self.samples: list[MetricsSnapshot] = []
         self._endpoint = endpoint
+        self._names = names
         self._origin_s = origin_s
         self._connection: Connection | None = None
         self._busy = asyncio.Lock()
@@ -181,7 +223,7 @@ class Scraper:
                 text = await fetch_text(self._connection, self._endpoint, "/metrics", timeout_s=_SCRAPE_TIMEOUT_S)
             except OSError:
                 return None
-        snapshot = parse_snapshot(text, at_s=perf_counter() - self._origin_s)
+        snapshot = parse_snapshot(text, self._names, at_s=perf_counter() - self._origin_s)
         self.samples.append(snapshot)
         return snapshot
 

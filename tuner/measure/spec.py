@@ -9,6 +9,7 @@ from tuner.load.arrivals import AllAtOnce, Replayed
 from tuner.load.connection import Endpoint
 from tuner.load.workload import Workload
 from tuner.measure.memory import EngineMemory
+from tuner.measure.prometheus import VLLM_METRICS, MetricNames
 from tuner.records import StageKind
 
 
@@ -70,6 +71,8 @@ class Target:
     """The engine's first process; None where it is not ours to look at."""
 
     memory: EngineMemory = field(default_factory=EngineMemory)
+    metrics: MetricNames = VLLM_METRICS
+    """What its page calls what is read from there."""
 
     not_applicable: frozenset[str] = frozenset()
     """Figures of a `StageRecord` that this engine has no way to tell."""

@@ -53,7 +53,8 @@ async def measure_stage(spec: StageSpec, target: Target) -> MeasuredStage:
         stack.enter_context(_old_objects_left_alone())
         pss = await stack.enter_async_context(PssSampler(target.root_pid))
         await stack.enter_async_context(generator)
-        scraper = await stack.enter_async_context(Scraper(target.endpoint, origin_s=generator.log.origin_s))
+        scraper = Scraper(target.endpoint, target.metrics, origin_s=generator.log.origin_s)
+        await stack.enter_async_context(scraper)
         seen = await _Watch(spec, generator, scraper, root_pid=target.root_pid).run()
     records = settle(generator.log.records, seen)
     record = summarise(

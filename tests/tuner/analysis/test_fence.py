@@ -58,3 +58,12 @@ def test_one_stage_with_a_queue_is_not_enough() -> None:
 def test_a_number_that_rises_with_load_is_no_fence() -> None:
     """More ran later, so the first limit was none."""
     assert recognised_fence([_at_fence(32, 64), _at_fence(32, 128), _at_fence(64, 256)]) is None
+
+
+def test_an_engine_without_preemptions_still_has_a_fence() -> None:
+    """llama.cpp's slots are its fence: what it has no figure of must not hide that."""
+    none = {"num_preemptions": None, "kv_cache_usage_peak": None}
+    without = {**none, "not_applicable": ("num_preemptions", "kv_cache_usage_peak")}
+    past = [_at_fence(8, load, mean_waiting=load - 8.0, **without) for load in (16, 32)]
+    assert recognised_fence([_at_fence(8, 8, **without), *past]) == 8
+    assert recognised_fence([stage.model_copy(update={"not_applicable": ()}) for stage in past]) is None

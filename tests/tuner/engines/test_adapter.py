@@ -55,6 +55,19 @@ def test_what_an_engine_cannot_be_told_is_an_error_before_anything_is_launched(
         check_job(PLAIN, job)
 
 
+def test_the_share_of_memory_is_left_out_only_where_the_engine_has_none() -> None:
+    """An engine that takes a share would take its own default for it, and no answer would say which that was."""
+    space = load_job("embedded").search_space.model_dump(mode="json", exclude_none=True)
+    for part in ("parameters", "cautious_start"):
+        del space[part]["gpu_memory_utilization"]
+    engine = {"device_memory": None, "cpus": None, "fixed": {}}
+    job = load_job("embedded", {"engine": engine, "search_space": space})
+    with pytest.raises(InputError, match=r"gpu_memory_utilization is missing: the engine builtin"):
+        check_job(BUILTIN, job)
+    has_both = replace(PLAIN, settable=frozenset({"max_num_seqs", "max_num_batched_tokens", "max_model_len"}))
+    check_job(has_both, job)
+
+
 def test_an_engine_that_comes_with_the_tuner_is_started_by_no_other_command() -> None:
     """A command that is silently ignored would have a user measure an engine that is not theirs."""
     job = load_job(

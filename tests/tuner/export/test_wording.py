@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.records import CHOSEN, stage
 from tuner import wording
 from tuner.records import Estimate
 
@@ -49,3 +50,14 @@ def test_a_gain_is_no_larger_than_its_interval_allows(ratio: Estimate, start: st
 def test_duration_has_no_sixty_seconds() -> None:
     """59.9 s past a minute is the next minute."""
     assert [wording.duration(s) for s in (5.0, 179.9, 812.0)] == ["5 s", "3 min 00 s", "13 min 32 s"]
+
+
+def test_what_an_engine_does_not_have_is_said_so() -> None:
+    """`unknown` sends somebody looking for a counter, `0` promises one: an engine without it says neither."""
+    silent = stage(CHOSEN, 4).model_copy(update={"num_preemptions": None, "kv_cache_usage_peak": None})
+    assert (wording.preemptions(silent), wording.kv_use(silent)) == ("unknown", "unknown")
+    told = silent.model_copy(update={"not_applicable": ("num_preemptions", "kv_cache_usage_peak")})
+    assert (wording.preemptions(told), wording.kv_use(told)) == ("not applicable", "not applicable")
+    without = CHOSEN.model_copy(update={"gpu_memory_utilization": None})
+    assert wording.memory_share(without) == "not applicable"
+    assert wording.config_text(without) == "max_num_seqs=64 max_num_batched_tokens=1024"

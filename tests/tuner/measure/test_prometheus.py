@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.server import Behaviour, running_stub
-from tuner.measure.prometheus import Scraper, increase, parse_snapshot, read_infos, read_memory_bytes
+from tuner.measure.prometheus import MetricNames, Scraper, increase, parse_snapshot, read_infos, read_memory_bytes
 
 TWO_ENGINES = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -118,3 +118,11 @@ async def test_the_scraper_survives_a_server_that_goes_away() -> None:
     assert await scraper.scrape() is None
     assert await scraper.scrape() is None
     assert len(scraper.samples) == 1
+
+
+def test_an_engine_with_names_of_its_own_is_read_by_them() -> None:
+    """Requests of an engine that is not vLLM are counted under its names; what has no name there is not told."""
+    page = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 5\nvllm:num_requests_running 9\n"
+    names = MetricNames(running=("llamacpp:requests_processing",), waiting=("llamacpp:requests_deferred",))
+    seen = parse_snapshot(page, names, at_s=0.0)
+    assert (seen.running, seen.waiting, seen.preemptions, seen.kv_cache_usage) == (3, 5, None, None)
