@@ -81,10 +81,10 @@ def test_two_runs_send_no_prompt_twice_and_keep_the_key_to_themselves(
         assert not file.is_file() or KEY.encode() not in file.read_bytes()
 
 
-def test_a_rate_that_was_asked_for_is_measured_and_called_safe(
+def test_a_rate_that_was_asked_for_is_measured_and_is_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Requests come by the clock, not by users who wait, and the answer is a rate."""
+    """Requests come by the clock, not by users who wait; a measured rate is an answer, shown to be safe or not."""
     monkeypatch.chdir(tmp_path)
     limits = ("--slo-ttft-p95", "10s", "--slo-itl-p95", "5s")
     with _stub() as stub:
@@ -95,7 +95,7 @@ def test_a_rate_that_was_asked_for_is_measured_and_called_safe(
     assert answer.knee is None
     assert answer.operating_point is None
     is_measured = any(stage.valid for stage in answer.stages)
-    assert is_measured == (answer.safe_rate_rps is not None)
+    assert is_measured or answer.safe_rate_rps is None
     for stage in answer.stages:
         assert stage.sent_rps is not None
         assert stage.shown_rps is not None
