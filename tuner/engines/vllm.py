@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from huggingface_hub import try_to_load_from_cache
 
 from tuner.engine_config import EngineConfig, Setting
 from tuner.engines import vllm_log
@@ -35,8 +34,8 @@ ANSWER_S = 60.0
 _OWN_CACHE = "~/.cache/kneetune/vllm"
 """What vLLM compiles, kept from launch to launch and from job to job; its keys tell versions and configs apart."""
 
-_PYTHONS_OWN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
-"""They lead to this process's packages, and vLLM has an environment of its own."""
+_NOT_FOR_IT = re.compile(r"PYTHON(PATH|HOME|STARTUP)$|VIRTUAL_ENV$|RAY_")
+"""What leads to this process's packages and to its Ray: vLLM has an environment of its own."""
 
 _ALWAYS = ("--host", "--port", "--served-model-name")
 
@@ -107,7 +106,7 @@ class VllmEngine:
             here["HF_HUB_OFFLINE"] = "1"
         if spec.cpus is not None:
             here["VLLM_CPU_OMP_THREADS_BIND"] = _first_cpus(spec.cpus)
-        kept = {name: value for name, value in inherited.items() if name not in _PYTHONS_OWN}
+        kept = {name: value for name, value in inherited.items() if _NOT_FOR_IT.match(name) is None}
         return here | kept | {"VLLM_SERVER_DEV_MODE": "1"} | dict(spec.environment)
 
     def progress(self, line: str) -> str | None:
@@ -215,6 +214,8 @@ def _block_bytes(
 
 def _shape(model: str) -> dict[str, Any] | None:
     """A model's config.json: of a folder, or of what was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache  # takes a third of a second, which --help need not wait for
+
     try:
         file = Path(model) / "config.json" if Path(model).is_dir() else try_to_load_from_cache(model, "config.json")
         shape = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None

@@ -66,9 +66,11 @@ def test_no_executor_takes_our_ray_for_its_own(parallel: dict[str, int], executo
 
 def test_its_environment_is_its_own(tmp_path: Path) -> None:
     """Our packages on its path would be imported in place of its own; a local model needs no hub."""
-    inherited = {"PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "HF_TOKEN": "t", "VLLM_CACHE_ROOT": "/cache"}
+    ours = {"PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours", "RAY_AUTH_TOKEN": "r", "RAY_ADDRESS": "127.0.0.1:1"}
+    inherited = ours | {"HF_TOKEN": "t", "VLLM_CACHE_ROOT": "/cache", "PYTHONUNBUFFERED": "1"}
     got = VLLM.environment(inherited, str(tmp_path), SPEC)
-    assert not {"PYTHONPATH", "VIRTUAL_ENV"} & set(got)
+    assert not set(ours) & set(got)
+    assert got["PYTHONUNBUFFERED"] == "1"
     assert (got["HF_TOKEN"], got["VLLM_CACHE_ROOT"]) == ("t", "/cache")
     assert (got["VLLM_SERVER_DEV_MODE"], got["VLLM_NO_USAGE_STATS"], got["VLLM_HOST_IP"]) == ("1", "1", "127.0.0.1")
     assert got["HF_HUB_OFFLINE"] == "1"
