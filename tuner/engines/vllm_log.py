@@ -61,8 +61,8 @@ def progress(line: str) -> str | None:
 def memory_of(log: str) -> EngineMemory:
     """Where the memory went, as far as the log says; what it does not say is unknown.
 
-    Figures have the two digits after the point that vLLM writes. Of several workers the least KV memory counts, as for
-    vLLM itself.
+    Figures have the two digits after the point that vLLM writes: what it rounds to nothing is unknown too. Of several
+    workers the least KV memory counts, as for vLLM itself.
     """
     share = _CPU_SHARE.search(log)
     explicit = _CPU_EXPLICIT.search(log)
@@ -73,8 +73,8 @@ def memory_of(log: str) -> EngineMemory:
         kv_bytes = _bytes((share or explicit)[1])  # type: ignore[index]
     return EngineMemory(
         requested_bytes=None if share is None else _bytes(share[3]),
-        weights_bytes=max(weights, default=None),
-        kv_cache_bytes=kv_bytes,
+        weights_bytes=max(weights, default=0) or None,
+        kv_cache_bytes=kv_bytes or None,
     )
 
 

@@ -137,6 +137,10 @@ def test_where_the_memory_went_is_read_and_what_is_not_said_is_unknown() -> None
     assert (told.weights_bytes, told.kv_cache_bytes) == (round(15.27 * GIB), round(51.90 * GIB))
     assert told.requested_bytes is None
     assert vllm_log.memory_of("").kv_cache_bytes is None
+    rounded = vllm_log.memory_of(
+        "Model loading took 0.0 GiB memory and 0.1 seconds\nExplicitly set (0.0/23.54) GiB for KV cache"
+    )
+    assert (rounded.weights_bytes, rounded.kv_cache_bytes) == (None, None)
 
 
 def test_a_start_is_told_of_in_its_own_order() -> None:
