@@ -16,18 +16,24 @@ MAX_MODEL_LEN = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder's shape; head size 64 or less, 8 query and 4 key/value heads."""
+    """A decoder's shape."""
 
     name: str
     hidden_size: int
     num_layers: int
     vocab_size: int
+    head_dim: int
+    num_kv_heads: int = 4
 
 
 SHAPES = (
-    Shape(name="4-M", hidden_size=256, num_layers=4, vocab_size=4096),
-    Shape(name="29-M", hidden_size=512, num_layers=8, vocab_size=8192),
+    Shape(name="4-M", hidden_size=256, num_layers=4, vocab_size=4096, head_dim=32),
+    Shape(name="29-M", hidden_size=512, num_layers=8, vocab_size=8192, head_dim=64),
 )
+
+WIDE_KV = Shape(name="11-M-wide-kv", hidden_size=256, num_layers=4, vocab_size=4096, head_dim=256, num_kv_heads=8)
+"""Small to compute with, but a token takes 64 KiB of KV cache, a fifth of what a model of 8 billion parameters takes:
+a share of the machine's memory then decides how many requests fit."""
 
 
 def make_checkpoint(shape: Shape, folder: Path) -> int:
@@ -39,8 +45,8 @@ def make_checkpoint(shape: Shape, folder: Path) -> int:
         num_hidden_layers=shape.num_layers,
         vocab_size=shape.vocab_size,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=shape.hidden_size // 8,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=True,
         bos_token_id=0,
