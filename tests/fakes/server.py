@@ -44,6 +44,9 @@ class Behaviour:
     hang_after: int | None = None
     """Chunks after which nothing comes any more."""
 
+    hangs_up: bool = False
+    """Whether the connection is closed after the answer, although nothing in it said so."""
+
 
 @dataclass(slots=True)
 class StubEngine:
@@ -145,7 +148,7 @@ class StubEngine:
                 writer.write(_plain(behaviour.status, error, "application/json", retry_after=behaviour.retry_after))
                 return True
             async with self._slots:
-                return await self._stream(behaviour, body, num_prompt_tokens, writer)
+                return await self._stream(behaviour, body, num_prompt_tokens, writer) and not behaviour.hangs_up
         finally:
             self.num_in_flight -= 1
 

@@ -50,6 +50,9 @@ class Sender:
     _reading: tuple[PromptRequest, Iterator[RequestRecord | None]] | None = None
     """The answer that is being read."""
 
+    _is_kept_open: bool = True
+    """Whether the server leaves a connection open after an answer; llama.cpp's closes it, and does not say so."""
+
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _fault: BaseException | None = None
 
@@ -132,7 +135,7 @@ class Sender:
         if connection is None:
             self.run(self._connect_and_send(draft, intended_s, on_end))
         else:
-            self._launch(draft, connection, intended_s, on_end)
+            self._launch(draft, connection, intended_s, on_end, was_idle=True)
 
     async def _connect_and_send(self, draft: Draft, intended_s: float | None, on_end: OnEnd) -> None:
         connection = await self._try_connect()
@@ -145,19 +148,33 @@ class Sender:
         self._unread.append((draft.request, failed))
         on_end(draft, failed)
 
-    def _launch(self, draft: Draft, connection: Connection, intended_s: float | None, on_end: OnEnd) -> None:
-        exchange, _ = connection.start(
-            draft.payload, intended_s=intended_s, on_end=partial(self._land, draft.request.index, on_end)
-        )
+    def _launch(
+        self,
+        draft: Draft,
+        connection: Connection,
+        intended_s: float | None,
+        on_end: OnEnd,
+        *,
+        was_idle: bool = False,
+    ) -> None:
+        landed = partial(self._land, draft.request.index, on_end, was_idle)
+        exchange, _ = connection.start(draft.payload, intended_s=intended_s, on_end=landed)
         self._in_flight[draft.request.index] = draft, exchange, connection
         self.log.note_flight(+1)
 
-    def _land(self, index: int, on_end: OnEnd, exchange: Exchange) -> None:
+    def _land(self, index: int, on_end: OnEnd, was_idle: bool, exchange: Exchange) -> None:  # noqa: FBT001 - bound above
         if index not in self._in_flight:  # dropped by `stop`
             return
         draft, _, connection = self._in_flight.pop(index)
         self.log.note_flight(-1)
+        if was_idle and exchange.fault is not None and exchange.status is None:
+            # A server may close an idle connection at any time (RFC 9112, 9.3.1); the request never reached it.
+            self._is_kept_open = False
+            self.run(self._connect_and_send(draft, exchange.intended_s, on_end))
+            return
         self._unread.append((draft.request, exchange))
+        if not self._is_kept_open:
+            connection.abort()
         if connection.is_open:
             self._idle.append((perf_counter(), connection))
         on_end(draft, exchange)

@@ -103,6 +103,15 @@ async def test_failures_over_a_real_socket_are_failures(behaviour: Behaviour, re
     assert all(record.rejected == (behaviour.status == 503) for record in ended)
 
 
+async def test_a_server_that_hangs_up_after_each_answer_loses_no_request() -> None:
+    """llama.cpp's server does, and says keep-alive: every second request of every user would be a failure."""
+    async with running_stub(Behaviour(hangs_up=True)) as stub, loop_on(stub.endpoint, 3) as generator:
+        await until(lambda: len(generator.log.records) >= 30)
+    ended = [record for record in generator.log.records if not record.unfinished]
+    assert {record.error for record in ended} == {None}
+    assert all(record.sent_s >= record.intended_s for record in ended)
+
+
 async def test_a_server_that_is_not_there_is_a_failure_and_not_hammered() -> None:
     """Two hundred requests "done" at 800 a second because nothing listened is the classic wrong answer."""
     async with running_stub(Behaviour()) as stub:
