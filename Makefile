@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+LLAMA := .llama
+LLAMA_SERVER := $(LLAMA)/build/bin/llama-server
 
 .DEFAULT_GOAL := help
-.PHONY: help tune test test-vllm check format clean
+.PHONY: help tune test test-vllm test-llama check format clean
 
 help: ## List what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,7 +37,20 @@ $(VLLM_STAMP): tests/vllm/distribution/pyproject.toml
 	@touch $@
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## Run the tests on a real vLLM: 3.5 GB to install, then some ten minutes
-	$(BIN)/python -m pytest -m vllm tests/vllm
+	$(BIN)/python -m pytest -m vllm tests/vllm tests/contracts
+
+# llama.cpp's own server, built from the source that a package of its bindings carries.
+$(LLAMA_SERVER): $(STAMP)
+	mkdir -p $(LLAMA)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(LLAMA) llama-cpp-python==0.3.36
+	tar -xzf $(LLAMA)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA) --strip-components 1
+	cmake -S $(LLAMA)/vendor/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+	  -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	  -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build $(LLAMA)/build --target llama-server --parallel $$(nproc)
+
+test-llama: $(STAMP) $(LLAMA_SERVER) ## Run the tests on llama.cpp's server: ten minutes to build on two cores (needs cmake, a compiler)
+	$(BIN)/python -m pytest -m llama tests/contracts
 
 check: $(STAMP) ## Lint, types and the rooms' import contracts
 	$(BIN)/ruff check .
@@ -48,4 +63,4 @@ format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 
 clean: ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(LLAMA) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

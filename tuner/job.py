@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializationInfo, field_serializer, field_validator, model_validator
 
 from tuner.answer import Expected, Slo
 from tuner.engine_config import EngineConfig, FixedParameters
+from tuner.engines.definition import EngineDefinition, definition_from, load_definition
 from tuner.frozen import Record
 from tuner.inputs import DurationS, InputError, SizeBytes, read_preset, read_yaml, validated
 from tuner.load.workload import Workload, load_workload, paths_from
@@ -27,7 +28,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class EngineSpec(Record):
     """Which engine to launch, and what about it stays the same."""
 
-    name: Literal["builtin", "vllm"] = "builtin"
+    name: Literal["builtin", "vllm", "command"] = "builtin"
+    definition: Annotated[EngineDefinition, BeforeValidator(load_definition)] | None = None
+    """Of an engine that has no code here (`name: command`): a preset such as llama-cpp, a YAML file, or all of it."""
+
     command: tuple[str, ...] = ()
     """What starts it, as a list of arguments and never by a shell, such as [/opt/vllm/bin/vllm]; empty takes the
     engine's own name from PATH."""
@@ -55,7 +59,8 @@ class EngineSpec(Record):
     @property
     def described(self) -> str:
         """Its name, and where nothing real is measured that it is so."""
-        return self.name if self.law is None else f"{self.name}, simulated: {self.law}"
+        name = self.name if self.definition is None else self.definition.name
+        return name if self.law is None else f"{name}, simulated: {self.law}"
 
     @field_validator("environment")
     @classmethod
@@ -72,6 +77,15 @@ class EngineSpec(Record):
     @classmethod
     def _file_by_its_absolute_path(cls, law: str | None) -> str | None:
         return str(Path(law).expanduser().resolve()) if law is not None and law.endswith(_YAML) else law
+
+    @model_validator(mode="after")
+    def _defined(self) -> EngineSpec:
+        if (self.name == "command") != (self.definition is not None):
+            raise ValueError(
+                f"name={self.name}: an engine without code here is `name: command` with a `definition`, a preset "
+                "such as llama-cpp or a YAML file; the others take none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_device(self) -> EngineSpec:
@@ -282,18 +296,20 @@ class TuningJob(Record):
 
 
 def resolved_model(model: str) -> str:
-    """A folder by its absolute path, so that the name means the same wherever it is used; any other name as it is.
+    """A folder or a .gguf file by its absolute path, which means the same wherever it is used; any other name as it is.
 
     Raises:
         ValueError: for what looks like a folder and is none, or has no config.json.
     """
     path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.resolve())
     if model == "embedded" or (not path.is_dir() and _HUB_ID.fullmatch(model)):
         return model
     if not (path / "config.json").is_file():
         raise ValueError(
             f"{path.absolute()} is not a Hugging Face folder: it has no config.json. "
-            "A model is `embedded`, such a folder, or a hub id (owner/name)"
+            "A model is `embedded`, such a folder, a .gguf file, or a hub id (owner/name)"
         )
     return str(path.resolve())
 
@@ -318,6 +334,7 @@ def load_job(path_or_preset: str, overrides: dict[str, object] | None = None) ->
         )
     if is_file:
         data |= {name: paths_from(path.parent, data[name]) for name in ("workload", "burst") if name in data}
+        data |= {"engine": definition_from(path.parent, data["engine"])} if "engine" in data else {}
     job = validated(TuningJob, _merged(data, overrides or {}), where=path_or_preset)
     law = job.engine.law
     if law is not None and law.endswith(_YAML) and not Path(law).is_file():

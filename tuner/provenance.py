@@ -25,7 +25,7 @@ def provenance(job: TuningJob) -> Provenance:
     installed = adapter_of(job.engine).installed(job)
     return Provenance(
         kneetune_version=metadata.version("kneetune"),
-        engine=job.engine.name,
+        engine=adapter_of(job.engine).name,
         engine_version=installed.version,
         model=job.model,
         model_hash=model_hash(job.model),
@@ -41,6 +41,10 @@ def provenance(job: TuningJob) -> Provenance:
     )
 
 
+_GGUF_HEAD_BYTES = 2**20
+"""Names, shapes and the vocabulary stand there."""
+
+
 def hardware() -> str:
     """The processor, its cores and the memory, in one line."""
     memory_gib = psutil.virtual_memory().total / 2**30
@@ -50,8 +54,9 @@ def hardware() -> str:
 def model_hash(model: str) -> str:
     """Names a model by content: sha256 over a local folder's config and the names and sizes of its weights.
 
-    The weights themselves are not read: they are large, and a changed file nearly always changes its size or name.
-    For anything that is not a local folder the name is all there is.
+    Of a GGUF file over its size and its beginning, which says what it holds. The weights themselves are not read: they
+    are large, and a changed file nearly always changes its size or name.
+    For anything that is not on this machine the name is all there is.
     """
     digest = hashlib.sha256(model.encode())
     folder = Path(model)
@@ -59,6 +64,9 @@ def model_hash(model: str) -> str:
         digest = hashlib.sha256((folder / "config.json").read_bytes())
         for file in sorted(folder.glob("*.safetensors")):
             digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    elif folder.is_file():
+        with folder.open("rb") as weights:
+            digest = hashlib.sha256(weights.read(_GGUF_HEAD_BYTES) + str(folder.stat().st_size).encode())
     return digest.hexdigest()[:16]
 
 

@@ -242,7 +242,7 @@ def served_model_name(spec: TrialSpec) -> str:
 def _come_up(spec: TrialSpec, engine: RunningEngine) -> Generator[TrialNote, None, float]:
     """Wait until the engine is ready; notes say how far it has come. Returns how long it took, in seconds."""
     adapter, told = _adapter(spec), None
-    starting = wait_until_ready(engine, timeout_s=spec.job.engine.start_timeout)
+    starting = wait_until_ready(engine, adapter.health, timeout_s=spec.job.engine.start_timeout)
     while True:
         try:
             reached = adapter.progress(next(starting))
@@ -315,6 +315,7 @@ def _climb(spec: TrialSpec, engine: RunningEngine, ours: OurEngine) -> Iterator[
         # The processes of a simulated engine say nothing about its device's memory.
         root_pid=None if facts.simulated else engine.launch.pid,
         memory=ours.memory,
+        metrics=_adapter(spec).metrics,
         not_applicable=_adapter(spec).not_applicable,
     )
     plan = spec.plan

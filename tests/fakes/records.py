@@ -87,7 +87,7 @@ def stage(
 ) -> StageRecord:
     """One stage of `config` at `load`, on the curve of this module."""
     running = min(load, config.fence)
-    kv_bytes = max(int(config.gpu_memory_utilization * DEVICE_BYTES) - WEIGHTS_BYTES - ACTIVATION_BYTES, MIB)
+    kv_bytes = max(int(config.share * DEVICE_BYTES) - WEIGHTS_BYTES - ACTIVATION_BYTES, MIB)
     pressure = running * KV_BYTES_A_REQUEST / kv_bytes
     preemptions = num_preemptions if num_preemptions is not None else max(0, round((pressure - 1) * 100))
     base_ms = STEP_BASE_MS + config.max_num_batched_tokens / 1024
@@ -134,7 +134,7 @@ def stage(
         mean_waiting=float(load - running),
         peak_running=running,
         memory=MemoryFigures(
-            reserved_bytes=int(config.gpu_memory_utilization * DEVICE_BYTES),
+            reserved_bytes=int(config.share * DEVICE_BYTES),
             in_use_peak_bytes=WEIGHTS_BYTES + ACTIVATION_BYTES + int(min(pressure, 1.0) * kv_bytes),
             device_peak_bytes=None,
         ),
@@ -154,7 +154,7 @@ def rate_stage(config: EngineConfig, rate_rps: float, *, index: int = 0) -> Stag
 
 def facts(config: EngineConfig) -> EngineFacts:
     """What an engine started with `config` says of itself."""
-    reserved = int(config.gpu_memory_utilization * DEVICE_BYTES)
+    reserved = int(config.share * DEVICE_BYTES)
     return EngineFacts(
         engine="builtin",
         version="0.1.0",

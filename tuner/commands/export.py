@@ -10,6 +10,8 @@ import typer
 
 from tuner.answer import Profile, Provenance
 from tuner.engines import builtin
+from tuner.engines.registry import adapter_of
+from tuner.export.command_args import command_args
 from tuner.export.context import ExportContext, ExportRefusedError
 from tuner.export.engine_yaml import engine_yaml
 from tuner.export.runbook import runbook
@@ -40,14 +42,15 @@ def export(
         typer.Option(
             "--format",
             help="`engine`: for `python -m engine serve --config`; `vllm`: for `vllm serve --config`; `args`: the line "
-            "after `vllm serve`; `env`: its variables. That of the run's engine if not given.",
+            "after `vllm serve`, or the whole command of an engine that a file defines; `env`: its variables. That of "
+            "the run's engine if not given.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory to write into; RUN/export if not given.")] = None,
 ) -> None:
     """Write a run's production and protective configs, each a file that starts an engine, and the runbook."""
     store = RunStore.open(run)
-    chosen: Format = file_format or ("vllm" if store.job().engine.name == "vllm" else "engine")
+    chosen = file_format or formats_of(store.job())[0]
     for warning in warnings(store.recommendation().provenance, here=described_gpus()):
         typer.echo(f"warning: {warning}", err=True)
     written = write_exports(store, (chosen,), out or store.path / "export", profile=profile)
@@ -62,8 +65,13 @@ _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def formats_of(job: TuningJob) -> tuple[Format, ...]:
-    """What a run writes by itself: what its engine reads, and for the built-in engine what vLLM does."""
-    return ("vllm", "args", "env") if job.engine.name == "vllm" else ("engine", "vllm")
+    """What a run writes by itself: what its engine reads first, and for the built-in engine what vLLM does."""
+    of: dict[str, tuple[Format, ...]] = {
+        "builtin": ("engine", "vllm"),
+        "vllm": ("vllm", "args", "env"),
+        "command": ("args",),
+    }
+    return of[job.engine.name]
 
 
 def warnings(provenance: Provenance, *, here: str | None) -> list[str]:
@@ -120,9 +128,24 @@ def _text(store: RunStore, profile: Profile, name: Format) -> str:
         cpu_omp_threads_bind=None if job.engine.cpus is None else builtin.cpus_flag(job.engine.cpus),
     )
     try:
+        if job.engine.definition is not None:
+            return command_args(context, _command(job, profile, name))
         return _WRITERS[name](context)
     except ExportRefusedError as error:
         raise InputError(str(error)) from None
+
+
+DEPLOYED_PORT = 8000
+"""What an exported command line listens on, until it is given another."""
+
+
+def _command(job: TuningJob, profile: Profile, name: Format) -> list[str]:
+    """What starts the profile on an engine that is data; it is no other engine's."""
+    adapter = adapter_of(job.engine)
+    if name != "args":
+        raise InputError(f"the run measured {adapter.name}, a file for another engine would be a guess: --format args")
+    served = Path(job.model).stem
+    return adapter.command(job.model, profile.config, job.engine, port=DEPLOYED_PORT, served_model_name=served)
 
 
 def _environment(store: RunStore, profile: Profile) -> dict[str, str]:

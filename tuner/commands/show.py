@@ -126,7 +126,10 @@ def _profile_line(profile: Profile) -> str:
 
 def _next(recommendation: Recommendation, path: Path) -> list[str]:
     if recommendation.production is not None:
-        on_vllm = recommendation.provenance.engine == "vllm"
+        engine = recommendation.provenance.engine
+        if engine not in ("builtin", "vllm"):
+            return [f"next        start the line in {path / 'export' / 'production.args.txt'}"]
+        on_vllm = engine == "vllm"
         starts = ["vllm"] if on_vllm else [sys.executable, "-m", "engine"]
         config = path / "export" / f"production.{'vllm' if on_vllm else 'engine'}.yaml"
         return [f"next        {shlex.join([*starts, 'serve', '--config', str(config)])}"]

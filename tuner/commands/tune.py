@@ -37,7 +37,7 @@ DEFAULT_JOB = "default"
 def tune(
     job: Annotated[str | None, typer.Argument(help="A job file, or a preset's name.", metavar="[JOB.yaml]")] = None,
     model: Annotated[str | None, typer.Option(help="`embedded`, a local Hugging Face folder, or a hub id.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Which engine to launch: `builtin`, `vllm`.")] = None,
+    engine: Annotated[str | None, typer.Option(help="`builtin` or `vllm`; a job can define any other.")] = None,
     workload: Annotated[str | None, typer.Option(help="A workload preset, such as `chat-short`.")] = None,
     slo_ttft_p95: Annotated[str | None, typer.Option(help="Limit on p95 time to first token, such as 500ms.")] = None,
     slo_itl_p95: Annotated[str | None, typer.Option(help="Limit on p95 inter-token latency, such as 50ms.")] = None,

@@ -16,6 +16,7 @@ from tuner.engines.device_return import NotFree
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, TuningJob
 from tuner.measure.memory import EngineMemory
+from tuner.measure.prometheus import MetricNames
 from tuner.parameters import SearchedValues
 from tuner.records import EngineFacts, Failed, FailureKind
 
@@ -82,6 +83,14 @@ class EngineAdapter(Protocol):
     @property
     def assumed_start_s(self) -> float:
         """A guess at one start, until a launch was seen. Unit: seconds."""
+
+    @property
+    def metrics(self) -> MetricNames:
+        """What its page of metrics calls what is read there."""
+
+    @property
+    def health(self) -> str:
+        """The page that answers 200 once it serves."""
 
     @property
     def exit_grace_s(self) -> float:

@@ -19,7 +19,7 @@ from tuner.engines.memory_failures import memory_failure
 from tuner.engines.process import how_it_ended, read_url
 from tuner.job import EngineSpec, TuningJob
 from tuner.measure.memory import EngineMemory
-from tuner.measure.prometheus import read_infos, read_memory_bytes
+from tuner.measure.prometheus import VLLM_METRICS, MetricNames, read_infos, read_memory_bytes
 from tuner.parameters import SearchedValues
 from tuner.records import EngineFacts, Failed, FailureKind
 
@@ -46,6 +46,8 @@ class BuiltinEngine:
         }
     )
     not_applicable: frozenset[str] = frozenset()
+    metrics: MetricNames = VLLM_METRICS
+    health: str = "/health"
     own_keys: frozenset[str] = frozenset({"device_memory", "cpus", "law"})
     assumed_start_s: float = 8.0
     exit_grace_s: float = TERM_GRACE_S

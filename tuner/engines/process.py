@@ -152,8 +152,10 @@ def launched(
         process.wait()
 
 
-def wait_until_ready(engine: RunningEngine, *, timeout_s: float) -> Generator[str, None, float]:
-    """Wait until the engine's /health answers 200; yields what it writes meanwhile, line by line.
+def wait_until_ready(
+    engine: RunningEngine, health: str = "/health", *, timeout_s: float
+) -> Generator[str, None, float]:
+    """Wait until the engine's page `health` answers 200; yields what it writes meanwhile, line by line.
 
     Returns:
         How long it took from the launch. Unit: seconds.
@@ -170,7 +172,7 @@ def wait_until_ready(engine: RunningEngine, *, timeout_s: float) -> Generator[st
                     f"the engine ended with exit code {exit_code} before it was ready", exit_code=exit_code
                 )
             with contextlib.suppress(OSError):
-                read_url(f"{engine.base_url}/health", timeout_s=1.0)
+                read_url(f"{engine.base_url}{health}", timeout_s=1.0)
                 start_s = time.perf_counter() - engine.begun_s
                 engine.members.extend(living(engine.launch))
                 return start_s

@@ -23,7 +23,7 @@ from tuner.gpus import visible_gpus
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, TuningJob
 from tuner.measure.memory import EngineMemory
-from tuner.measure.prometheus import read_infos
+from tuner.measure.prometheus import VLLM_METRICS, MetricNames, read_infos
 from tuner.parameters import SearchedValues
 from tuner.placement import needs_gpu_count
 from tuner.records import EngineFacts, Failed, FailureKind
@@ -48,6 +48,8 @@ class VllmEngine:
     settable: frozenset[str] = frozenset(EngineConfig.model_fields) - {"extra_args"}
     # It shows what it made of the JSON, with dozens of keys that nobody wrote.
     not_applicable: frozenset[str] = frozenset({"speculative_config"})
+    metrics: MetricNames = VLLM_METRICS
+    health: str = "/health"
     own_keys: frozenset[str] = frozenset({"command", "environment", "cpus"})
     assumed_start_s: float = 60.0
     exit_grace_s: float = 30.0
