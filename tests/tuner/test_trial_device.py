@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tuner.engine_config import EngineConfig
-from tuner.engines.device_memory import DeviceUse, Reading
 from tuner.engines.device_return import DeviceFull, write_reading
+from tuner.engines.device_use import DeviceUse, Reading
 from tuner.engines.family import MARK, Launch, is_alive, new_mark, write_launch
 from tuner.engines.leftovers import end_lost_launch
 from tuner.job import EngineSpec, load_job

@@ -1,7 +1,9 @@
 """How much of a device's memory is in use now, and by whom where that can be seen.
 
-Of a GPU the driver tells (NVML). On a CPU there is nothing to read: what the machine has available moves with every
-program on it, so that there the proof of a device given back is that no process of the launch lives.
+Of an NVIDIA GPU the driver tells (NVML), of AMD's and Ascend's devices the vendor's tool, whichever is there. Where
+nothing tells, the reading is unknown, the trial says so, and only the engine's own account of its memory is left. On a
+CPU there is nothing to read: what the machine has available moves with every program on it, so that there the proof of
+a device given back is that no process of the launch lives.
 """
 
 from __future__ import annotations
@@ -12,27 +14,11 @@ from typing import Any, TypeAlias
 
 import psutil
 
-from tuner.frozen import Record
+from tuner.engines import vendor_tools
+from tuner.engines.device_use import DeviceUse, Reading
 from tuner.gpus import VARIABLE
 from tuner.job import EngineSpec
 from tuner.placement import needs_gpu_count
-
-
-class DeviceUse(Record):
-    """One GPU's memory (or one MIG instance's) at one moment."""
-
-    device: str
-    """Its UUID, by which `nvidia-smi -L` and `CUDA_VISIBLE_DEVICES` know it."""
-
-    total_bytes: int
-    used_bytes: int
-    by_pid: Mapping[int, int] | None
-    """What each process holds, where the driver says so of all it names; empty where it names none, as in a container.
-    Unit: bytes."""
-
-
-Reading: TypeAlias = tuple[DeviceUse, ...] | None
-"""One look at every GPU of a launch; empty on a CPU (not applicable), None where it is unknown."""
 
 ReadMemory: TypeAlias = Callable[[], Reading]
 """Looks now."""
@@ -63,7 +49,8 @@ def _read(environment: Mapping[str, str], num_gpus: int, without_driver: Reading
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return without_driver
+        tool = vendor_tools.installed_tool()
+        return without_driver if tool is None else vendor_tools.ask(tool, environment, num_gpus)
     try:
         return tuple(_use(nvml, handle) for handle in _handles(nvml, environment, num_gpus))
     except (nvml.NVMLError, _UnmappedError):

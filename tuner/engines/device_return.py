@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from tuner.engines.device_memory import DeviceUse, Reading, ReadMemory
+from tuner.engines.device_memory import ReadMemory
+from tuner.engines.device_use import DeviceUse, Reading
 from tuner.engines.family import living, read_launch
 from tuner.frozen import Record
 from tuner.records import Failed, FailureKind

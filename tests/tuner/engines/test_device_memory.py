@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tuner.engines.device_memory import DeviceUse, memory_reader
+from tuner.engines.device_memory import memory_reader
+from tuner.engines.device_use import DeviceUse
 from tuner.job import EngineSpec
 
 GIB = 2**30

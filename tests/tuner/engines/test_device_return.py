@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.engines.device_memory import DeviceUse
 from tuner.engines.device_return import (
     OTHERS_BYTES,
     TOLERANCE_BYTES,
@@ -22,6 +21,7 @@ from tuner.engines.device_return import (
     unless_disturbed,
     write_reading,
 )
+from tuner.engines.device_use import DeviceUse
 from tuner.records import Failed, FailureKind
 
 GIB = 2**30

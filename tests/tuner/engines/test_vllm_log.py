@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tuner.engines import vllm_log
-from tuner.engines.device_memory import DeviceUse
 from tuner.engines.device_return import NotFree, unless_disturbed
+from tuner.engines.device_use import DeviceUse
 from tuner.engines.vllm import VLLM
 from tuner.records import Failed, FailureKind
 
