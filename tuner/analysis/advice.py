@@ -76,7 +76,7 @@ def advise(
     return (
         _max_num_seqs(case),
         _max_num_batched_tokens(case),
-        _gpu_memory_utilization(case),
+        *(() if config.gpu_memory_utilization is None else (_gpu_memory_utilization(case),)),
         _max_model_len(case),
         _kv_cache_dtype(case),
         _tensor_parallel_size(case),
@@ -141,6 +141,9 @@ def _max_model_len(case: _Case) -> Advice:
     name, change, bend = "max_model_len", "lowered", case.bend
     if bend is None:
         return Advice(parameter=name, change=change, effect="unknown", why=case.evidence)
+    if "kv_cache_usage_peak" in bend.past.not_applicable:
+        why = "the engine has no KV blocks to tell of: what a shorter length frees is not known"
+        return Advice(parameter=name, change=change, effect="unknown", why=why)
     tokens = bend.past.mean_prompt_tokens + bend.past.mean_output_tokens
     why = f"blocks are taken by tokens in use, {number(tokens)} a request here, and not by the length that is allowed"
     return Advice(parameter=name, change=change, effect="cannot_help", why=why)

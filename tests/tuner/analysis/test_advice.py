@@ -106,3 +106,15 @@ def test_a_fence_that_the_limits_forbid_already_is_not_raised() -> None:
         (first, *_) = advise(finding, ladder, fenced, config, None, slo)
         assert (first.parameter, first.effect) == ("max_num_seqs", effect)
     assert "p95 ITL" in advise(finding, ladder, fenced, config, None, Slo(ttft_p95_ms=1e6, itl_p95_ms=1e-3))[0].why
+
+
+def test_an_engine_without_share_and_blocks_gets_no_advice_that_rests_on_them() -> None:
+    """llama.cpp reserves the whole length for every slot: that blocks are taken by tokens in use is not true of it."""
+    config = records.CHOSEN.model_copy(update={"gpu_memory_utilization": None})
+    none = {"kv_cache_usage_peak": None, "num_preemptions": None}
+    without = {**none, "not_applicable": ("kv_cache_usage_peak", "num_preemptions")}
+    ladder = [stage.model_copy(update=without) for stage in COMPUTE.ladder()]
+    given = {each.parameter: each for each in advise(diagnose(ladder, KNEE, config), ladder, KNEE, config)}
+    assert "gpu_memory_utilization" not in given
+    assert given["max_model_len"].effect == "unknown"
+    assert "no KV blocks" in given["max_model_len"].why
