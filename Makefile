@@ -42,7 +42,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP) ## Run the tests on a real vLLM: 3.5 GB to ins
 # llama.cpp's own server, built from the source that a package of its bindings carries.
 $(LLAMA_SERVER): $(STAMP)
 	mkdir -p $(LLAMA)
-	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(LLAMA) llama-cpp-python==0.3.36
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(LLAMA) llama-cpp-python==0.3.36
 	tar -xzf $(LLAMA)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA) --strip-components 1
 	cmake -S $(LLAMA)/vendor/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
 	  -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
