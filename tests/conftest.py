@@ -1,10 +1,15 @@
-"""What every test needs: no engine of a test shares a device with one outside it."""
+"""What every test needs: no engine of a test shares a device with one outside it, and none is timed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+"""No property fails for the speed of the machine it is tried on."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,11 +62,12 @@ def _each_checked(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
 
 def _of(name: str, parameter: Parameter) -> Parameter:
     choices = tuple(checked(name, choice) for choice in parameter.choices)
+    given = list(choices)
     numbers = [choice for choice in choices if not isinstance(choice, bool | str)]
     if numbers != sorted(set(numbers)):
-        raise ValueError(f"{name}: choices must rise and not repeat")
+        raise ValueError(f"{name}: choices must rise and not repeat, {given} do not")
     if len(set(choices)) < len(choices):
-        raise ValueError(f"{name}: choices must not repeat")
+        raise ValueError(f"{name}: choices must not repeat, as they do in {given}")
     return parameter.model_copy(update={"choices": choices})
 
 

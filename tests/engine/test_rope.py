@@ -47,7 +47,7 @@ _KINDS = {
 
 @pytest.mark.parametrize("kind", _KINDS)
 @given(data=st.data(), rope_theta=st.floats(100.0, 1e6), head_dim=st.sampled_from((2, 8, 20, 128)))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_frequencies_are_transformers_own(kind: str, data: st.DataObject, rope_theta: float, head_dim: int) -> None:
     """A long-context checkpoint sees the positions it was tuned to."""
     if kind == "dynamic" and head_dim == 2:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,7 +100,6 @@ REQUESTS = st.builds(
     before=st.lists(st.sampled_from([None, 0, 7]), max_size=5),
     engine_seed=st.integers(0, 3),
 )
-@settings(deadline=None)
 def test_a_seeded_draw_depends_on_seed_and_index_only(
     seed: int, output_index: int, before: list[int | None], engine_seed: int
 ) -> None:
@@ -121,7 +120,6 @@ def test_a_seeded_draw_depends_on_seed_and_index_only(
     place=st.integers(0, 6),
     logits_seed=st.integers(0, 99),
 )
-@settings(deadline=None)
 def test_no_neighbour_changes_an_answer(
     request: ScheduledRequest, others: list[ScheduledRequest], place: int, logits_seed: int
 ) -> None:
@@ -176,7 +174,6 @@ def test_a_low_temperature_is_greedy() -> None:
     seed=st.integers(0, 10**6),
     top_p=st.floats(0.01, 1),
 )
-@settings(deadline=None)
 def test_a_top_k_of_one_is_greedy(scores: list[int], temperature: float, seed: int, top_p: float) -> None:
     """Two ways to ask for the most likely token agree, among equals too."""
     logits = torch.tensor([scores], dtype=torch.float32)
@@ -210,7 +207,6 @@ CUTS = st.builds(
 
 
 @given(cuts=CUTS, logits_seed=st.integers(0, 1000))
-@settings(deadline=None)
 def test_only_tokens_that_a_cut_keeps_are_drawn(cuts: SamplingParams, logits_seed: int) -> None:
     """top_p, top_k and min_p, together as well: nothing outside is drawn, and what is inside can be."""
     logits = _logits(logits_seed, vocabulary=31)
@@ -247,7 +243,6 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
 
 
 @given(request=REQUESTS, logits_seed=st.integers(0, 99))
-@settings(deadline=None)
 def test_penalties_are_those_of_a_slow_reading(request: ScheduledRequest, logits_seed: int) -> None:
     """Repetition over prompt and outputs, presence and frequency over outputs, each token once, in vLLM's order."""
     params = dataclasses.replace(request.sampling, temperature=0.0, min_tokens=0)
@@ -300,7 +295,6 @@ def test_no_end_before_min_tokens(params: SamplingParams) -> None:
 
 
 @given(logits_seed=st.integers(0, 99), count=st.integers(0, 20), temperature=st.sampled_from([0.0, 3.0]))
-@settings(deadline=None)
 def test_logprobs_are_the_models_own(logits_seed: int, count: int, temperature: float) -> None:
     """What a client reads is what the model thought, before temperature, penalties and cuts (vLLM: `raw_logprobs`)."""
     params = SamplingParams(

@@ -636,4 +636,4 @@ def renamed(plan: StepPlan) -> StepPlan:
 
 
 TestWhateverArrivesAndLeavesThePromisesHold = SchedulerMachine.TestCase
-TestWhateverArrivesAndLeavesThePromisesHold.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWhateverArrivesAndLeavesThePromisesHold.settings = settings(max_examples=200, stateful_step_count=40)

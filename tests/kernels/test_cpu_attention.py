@@ -73,7 +73,7 @@ def _case(
 REQUESTS = st.tuples(st.integers(1, 9) | st.just(1), st.integers(0, 40)).map(lambda pair: (pair[0], sum(pair)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=st.lists(REQUESTS, min_size=1, max_size=7),
     window=st.none() | st.integers(1, 50),
@@ -177,7 +177,7 @@ def test_plans_of_many_long_contexts_stay_within_a_bound(monkeypatch: pytest.Mon
     assert many < (3 * 16 + 40) * cells + 40 * 1000
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(contexts=st.lists(st.integers(1, 400), min_size=1, max_size=8).map(sorted), kept=st.integers(0, 20_000))
 @example(contexts=[200, 400, 400], kept=2 * 6 * 400 - 1)
 def test_no_step_takes_more_than_the_one_with_the_longest_contexts(contexts: list[int], kept: int) -> None:

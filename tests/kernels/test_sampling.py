@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,7 +43,6 @@ def test_sample_never_draws_the_impossible() -> None:
     top_ps=st.lists(st.sampled_from([1.0, 0.9999, 0.7, 0.01]), min_size=3, max_size=3),
     min_ps=st.lists(st.sampled_from([0.0, 1e-4, 0.5, 1.0]), min_size=3, max_size=3),
 )
-@settings(deadline=None)
 def test_keep_likely_keeps_what_a_slow_reading_keeps(
     vocabulary: int, spread: float, top_ks: list[int], top_ps: list[float], min_ps: list[float]
 ) -> None:
@@ -77,7 +76,6 @@ def test_a_nucleus_that_is_reached_exactly_takes_no_token_more() -> None:
 
 
 @given(data=st.data(), rows=st.integers(1, 4))
-@settings(deadline=None)
 def test_penalise_touches_only_the_tokens_named(data: st.DataObject, rows: int) -> None:
     """One request's past does not weigh on another's scores."""
     logits = _normal(rows, 13)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.records import estimate, stage
@@ -75,7 +75,6 @@ def test_limits_that_are_left_before_the_knee_get_the_stage() -> None:
     assert inside == 11
 
 
-@settings(deadline=None)
 @given(bend=st.floats(1.0, 40.0), seqs=st.sampled_from([97, 100, 256]))
 def test_a_fence_with_a_graph_just_left_of_the_knee_is_measured(bend: float, seqs: int) -> None:
     """On an engine with captured graphs the fence that is recommended has one, and is no guess."""
@@ -206,7 +205,6 @@ def test_rungs_double_and_end_at_the_fence() -> None:
     assert rungs(1, 2) == [1]
 
 
-@settings(deadline=None)
 @given(bend=st.floats(0.5, 30.0), start=st.sampled_from([2, 4, 8, 16, 32, 64]), seqs=st.sampled_from([6, 256]))
 def test_a_ladder_that_starts_high_finds_the_knee_wherever_it_is(bend: float, start: int, seqs: int) -> None:
     """What an earlier ladder taught saves stages, and never an answer."""

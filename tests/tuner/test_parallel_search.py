@@ -163,7 +163,7 @@ def test_the_first_ladder_is_climbed_alone_until_one_was_climbed(tmp_path: Path)
     fails=st.sampled_from([lambda _: None, _out_of_memory]),
     trials=st.sampled_from([6, 30]),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_whoever_ends_first_every_setting_is_settled_once(
     tmp_path_factory: pytest.TempPathFactory, at_once: int, seed: int, fails: Rule, trials: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_whoever_ends_first_every_setting_is_settled_once(
 @given(
     at_once=st.integers(2, 4), seed=st.integers(0, 1000), deaths=st.lists(st.integers(0, 40), min_size=1, max_size=4)
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_a_search_killed_with_several_trials_in_flight_goes_on_with_each(
     tmp_path_factory: pytest.TempPathFactory, at_once: int, seed: int, deaths: list[int]
 ) -> None:

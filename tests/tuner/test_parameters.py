@@ -99,7 +99,7 @@ def _if_any_works(space: dict[str, object]) -> TuningJob | None:
     names=st.sets(st.sampled_from(sorted(OPTIONAL)), max_size=3),
     sampler=st.sampled_from(QUICK_SAMPLERS),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_proposal_of_any_space_is_a_valid_setting_that_breaks_nothing(
     data: st.DataObject, names: set[str], sampler: SamplerName
 ) -> None:

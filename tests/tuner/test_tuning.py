@@ -455,7 +455,7 @@ def _asked_for(trials: Sequence[TrialRecord]) -> list[tuple[TrialRole, EngineCon
 
 
 @given(deaths=st.lists(st.integers(0, 25), min_size=1, max_size=6))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_a_run_killed_anywhere_goes_on_to_the_same_answer(
     tmp_path_factory: pytest.TempPathFactory, deaths: list[int]
 ) -> None:

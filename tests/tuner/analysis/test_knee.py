@@ -290,7 +290,7 @@ any_point = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(any_point, max_size=12), st.integers(0, 2**32 - 1))
 def test_any_ladder_has_an_answer(ladder: list[LadderPoint], seed: int) -> None:
     """No table of results, however odd, ends in an exception; the order of its rows never matters."""

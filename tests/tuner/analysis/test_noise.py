@@ -76,7 +76,7 @@ def test_the_noise_between_launches_is_told_apart_from_the_noise_within(sd: floa
     assert math.sqrt(mean_variance) == pytest.approx(sd, rel=0.25, abs=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=9))
 def test_each_connected_set_of_launches_costs_a_degree_of_freedom(measured: list[set[int]]) -> None:
     """Launches that no chain of shared loads connects vouch for nothing together, and make no interval narrower."""

@@ -156,7 +156,7 @@ any_point = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(any_point, max_size=12))
 def test_any_open_ladder_has_an_answer(ladder: list[OpenLoopPoint]) -> None:
     """No table of rates, however odd, ends in an exception, and its order never matters."""
