@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import Pool
+from multiprocessing.pool import Pool as Processes
 
 import numpy as np
 
@@ -23,7 +25,9 @@ from tuner.measure.rate_judgement import arrivals_in, is_settled
 from tuner.records import Estimate, RequestRecord
 
 NO_LIMIT_MS = 1e12
+BY_NAME = {queue.name: index for index, queue in enumerate(QUEUES)}
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95)
+TABLES = ("answers", "intervals")
 MIN_REQUESTS = 120
 LOOKS = 200
 """Moments at which a stage may be looked at; a real one is asked ten times a second."""
@@ -65,7 +69,7 @@ def log_of(served: Served) -> LoadLog:
     changes = [(at_s, +1) for at_s in columns[0]] + [(at_s, -1) for at_s in columns[2]]
     for at_s, change in sorted(changes):
         log.num_in_flight += change
-        log.in_flight_steps.append((at_s, log.num_in_flight))
+        log.in_flight.step(at_s, log.num_in_flight)
     return log
 
 
@@ -151,37 +155,48 @@ def holds(case: tuple[int, float, int, int]) -> tuple[bool, bool] | None:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print both tables, or a part of one."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", choices=TABLES, nargs="+", default=TABLES)
+    parser.add_argument("--queues", choices=list(BY_NAME), nargs="+", default=list(BY_NAME))
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--searches", choices=list(SEARCHES), nargs="+", default=list(SEARCHES))
     parser.add_argument("--runs", type=int, default=100)
-    runs = range(parser.parse_args().runs)
+    asked = parser.parse_args()
     with Pool() as pool:
-        print("| queue | true safe share of capacity | search | answered | wrong | median of the true rate | stages |")
-        print("| --- " * 7 + "|")
-        for index, queue in enumerate(QUEUES):
-            for share in SHARES:
-                for name in SEARCHES:
-                    made = pool.map(answers, [(index, name, share, seed) for seed in runs])
-                    given = [rate for rate, _ in made if rate is not None]
-                    print(
-                        f"| {queue.name} | {share:g} | {name} | {len(given) / len(runs):.0%} "
-                        f"| {np.mean([rate > 1 for rate in given]) if given else 0:.1%} "
-                        f"| {np.median(given) if given else 0:.2f} | {np.mean([count for _, count in made]):.1f} |",
-                        flush=True,
-                    )
-        print("\n| queue | share of capacity | requests | has an interval | holds the truth | of all, lies below it |")
-        print("| --- " * 6 + "|")
-        for index, queue in enumerate(QUEUES):
-            for share in SHARES:
-                for requests in (500, 2000, 8000):
-                    each = pool.map(holds, [(index, share, requests, seed) for seed in runs])
-                    told = [found for found in each if found is not None]
-                    print(
-                        f"| {queue.name} | {share:g} | {requests} | {len(told) / len(runs):.0%} "
-                        f"| {np.mean([inside for inside, _ in told]) if told else 0:.0%} "
-                        f"| {sum(below for _, below in told) / len(runs):.1%} |",
-                        flush=True,
-                    )
+        if "answers" in asked.table:
+            _print_answers(pool, asked.queues, asked.shares, asked.searches, asked.runs)
+        if "intervals" in asked.table:
+            _print_intervals(pool, asked.queues, asked.shares, asked.runs)
+
+
+def _print_answers(
+    pool: Processes, queues: Sequence[str], shares: Sequence[float], searches: Sequence[str], num_runs: int
+) -> None:
+    print("| queue | true safe share of capacity | search | answered | wrong | median of the true rate | stages |")
+    print("| --- " * 7 + "|")
+    for queue, share, search in product(queues, shares, searches):
+        made = pool.map(answers, [(BY_NAME[queue], search, share, seed) for seed in range(num_runs)])
+        given = [rate for rate, _ in made if rate is not None]
+        print(
+            f"| {queue} | {share:g} | {search} | {len(given)} of {num_runs} | {sum(rate > 1 for rate in given)} "
+            f"| {np.median(given) if given else 0:.2f} | {np.mean([count for _, count in made]):.1f} |",
+            flush=True,
+        )
+
+
+def _print_intervals(pool: Processes, queues: Sequence[str], shares: Sequence[float], num_runs: int) -> None:
+    print("| queue | share of capacity | requests | has an interval | holds the truth | of all, lies below it |")
+    print("| --- " * 6 + "|")
+    for queue, share, requests in product(queues, shares, (500, 2000, 8000)):
+        each = pool.map(holds, [(BY_NAME[queue], share, requests, seed) for seed in range(num_runs)])
+        told = [found for found in each if found is not None]
+        print(
+            f"| {queue} | {share:g} | {requests} | {len(told) / num_runs:.0%} "
+            f"| {np.mean([inside for inside, _ in told]) if told else 0:.0%} "
+            f"| {sum(below for _, below in told) / num_runs:.1%} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tuner.load.in_flight import InFlight
 from tuner.records import RequestRecord
 
 Floats = npt.NDArray[np.float64]
@@ -45,8 +46,8 @@ class LoadLog:
     event_times_s: array[float] = field(default_factory=lambda: array("d"))
     """When stream events arrived: a live meter for progress and steadiness; figures come from `records`."""
 
-    in_flight_steps: list[tuple[float, int]] = field(default_factory=list)
-    """(time, requests in flight from then on)."""
+    in_flight: InFlight = field(default_factory=InFlight)
+    """Requests in flight over time."""
 
     loop_lags: list[tuple[float, float]] = field(default_factory=list)
     """(time, how late the event loop woke a sleeper)."""
@@ -77,7 +78,7 @@ class LoadLog:
     def note_flight(self, change: int) -> None:
         """A request took off (+1) or ended (-1)."""
         self.num_in_flight += change
-        self.in_flight_steps.append((self.now_s(), self.num_in_flight))
+        self.in_flight.step(self.now_s(), self.num_in_flight)
 
     def cpu_share(self, start_s: float, end_s: float) -> float | None:
         """Share of one core that the generator used over a window; None where it was not looked at twice in it."""
@@ -92,24 +93,6 @@ class LoadLog:
         count = bisect_left(self.event_times_s, end_s) - bisect_left(self.event_times_s, start_s)
         return count / (end_s - start_s)
 
-    def most_in_flight(self, start_s: float, end_s: float) -> int:
-        """The most requests in flight at any moment of a span, its ends included."""
-        first = bisect_right(self.in_flight_steps, start_s, key=_moment)
-        last = bisect_right(self.in_flight_steps, end_s, key=_moment)
-        return max((count for _, count in self.in_flight_steps[max(0, first - 1) : last]), default=0)
-
     def mean_held_back(self, start_s: float, end_s: float) -> float:
         """Time average of the users whose pause was over and who were not let send yet (Little's law)."""
         return sum(late_s for at_s, late_s in self.late_returns if start_s <= at_s < end_s) / (end_s - start_s)
-
-    def mean_in_flight(self, start_s: float, end_s: float) -> float:
-        """Time average of requests in flight over a window, by integration."""
-        area = 0.0
-        ends = [at_s for at_s, _ in self.in_flight_steps[1:]] + [end_s]
-        for (at_s, count), until_s in zip(self.in_flight_steps, ends, strict=False):
-            area += count * max(0.0, min(until_s, end_s) - max(at_s, start_s))
-        return area / (end_s - start_s)
-
-
-def _moment(step: tuple[float, int]) -> float:
-    return step[0]

@@ -25,7 +25,7 @@ STALE_S = 0.5
 def foreign_in_flight(samples: Sequence[MetricsSnapshot], log: LoadLog) -> float | None:
     """Median of the requests that run or wait and are not ours; None where too few scrapes say."""
     beyond = [
-        max(0, sample.running + sample.waiting - log.most_in_flight(sample.at_s - STALE_S, sample.at_s))
+        max(0, sample.running + sample.waiting - log.in_flight.most(sample.at_s - STALE_S, sample.at_s))
         for sample in samples
         if sample.running is not None and sample.waiting is not None
     ]

@@ -41,14 +41,12 @@ def arrivals_in(log: LoadLog, window: Window, times_s: Sequence[float]) -> Arriv
         times_s: when every request of the stage was to be sent.
     """
     inside = np.sort(np.array([at_s for at_s in times_s if window.holds(at_s)]))
-    steps = np.array([at_s for at_s, _ in log.in_flight_steps])
-    counts = np.array([0, *(count for _, count in log.in_flight_steps)])
-    num_states = effective_samples(counts[np.searchsorted(steps, inside, side="left")])
+    num_states = effective_samples(log.in_flight.just_before(inside))
     return Arrivals(
         sent_rps=len(inside) / window.length_s,
         num_states=num_states,
         share_shown=share_shown(
-            mean_in_flight=log.mean_in_flight(window.start_s, window.end_s),
+            mean_in_flight=log.in_flight.mean(window.start_s, window.end_s),
             num_states=num_states,
             dispersion=dispersion_of(inside),
         ),

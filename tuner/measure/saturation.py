@@ -53,7 +53,7 @@ def is_oversaturated(log: LoadLog, window: Window) -> bool:
     if len(ended) < FEWEST_ENDED or window.length_s < max(FEWEST_S, FEWEST_SERVICE_LENGTHS * _mean_service_s(ended)):
         return False
     edges = np.linspace(window.start_s, window.end_s, NUM_PARTS + 1)
-    in_flight = [log.mean_in_flight(*map(float, part)) for part in pairwise(edges)]
+    in_flight = [log.in_flight.mean(*map(float, part)) for part in pairwise(edges)]
     waits_s = _median_ttfts_s(ended, edges)
     rise = (NUM_PARTS - 1) * _theil_sen_slope(in_flight)
     return (

