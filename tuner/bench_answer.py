@@ -6,6 +6,7 @@ from typing import Literal
 
 from tuner.analysis.diagnosis import climbed
 from tuner.analysis.knee import FEWEST_STAGES
+from tuner.analysis.no_safe_rate import open_rates
 from tuner.analysis.outage import outage
 from tuner.analysis.slo import over_within_the_fence
 from tuner.answer import SCHEMA_VERSION, KneeFinding, OperatingPoint, SafeRateFigure, Slo
@@ -15,7 +16,7 @@ from tuner.frozen import Record
 from tuner.ladder_answer import AnswerVerdict, LadderAnswer
 from tuner.load.workload import Workload
 from tuner.measure.validity import CLIENT_BOUND, OTHERS
-from tuner.records import StageRecord
+from tuner.records import StageKind, StageRecord
 
 UNKNOWN_ENGINE = "unknown"
 
@@ -204,8 +205,19 @@ def _next_rate(answer: BenchAnswer) -> str:
         return _more_stages(answer)
     if safe is None and answer.slo is None:
         return "give the limits that make a rate safe: --slo-ttft-p95 500ms --slo-itl-p95 50ms"
+    rated = [stage for stage in answer.stages if stage.kind is StageKind.RATE]
+    opened = {} if answer.slo is None else {rate.rate_rps: rate.time_option for rate in open_rates(rated, answer.slo)}
     if safe is None:
-        return "try lower rates: --rates"
-    if safe.high is None:
-        return f"try rates above {safe.value:.3g}: every one so far is safe"
-    return f"let no more than {safe.value:.3g} requests/s in, at the gateway"
+        lower = f"try lower rates: --rates {min(stage.load for stage in rated) / 2:.3g}"
+        longer = [f"measure {rate:g} requests/s for longer, {option}" for rate, option in opened.items() if option]
+        return " or ".join([*longer[:1], lower])
+    if safe.high is not None:
+        option = opened.get(safe.high)
+        more = "" if option is None else f"; whether {safe.high:.3g} are safe too is open: {option} would tell"
+        return f"let no more than {safe.value:.3g} requests/s in, at the gateway{more}"
+    offered = safe.value if safe.offered_rps is None else safe.offered_rps
+    silent = sorted({stage.load for stage in rated if stage.load > offered})
+    if silent:
+        named = ",".join(f"{rate:g}" for rate in silent)
+        return f"measure higher rates again, no stage of theirs told enough: --rates {named}"
+    return f"try rates above {offered:.3g}, the highest that was measured: --rates {2 * offered:.3g}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from tuner.analysis.no_safe_rate import OPEN_STRETCH
 from tuner.analysis.rates import RateSearch
 from tuner.analysis.slo import derive_slo
 from tuner.engines.running import reset_prefix_cache
@@ -47,9 +48,6 @@ RATE_MARGIN = 1.5
 
 MOST_RATE_STAGE_S = 600.0
 """But no rate is waited for longer. Unit: seconds."""
-
-OPEN_STRETCH = 2.0
-"""A stage under a rate gets so many times the job's time while it is open whether its p95s are inside the limits."""
 
 RATE_STAGE_S = 20.0
 """Shortest time that is allowed to it then: dependent latencies are worth few independent ones. Unit: seconds."""

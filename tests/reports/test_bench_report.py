@@ -9,9 +9,13 @@ import pytest
 
 from reports.bench import bench_info, render_bench, write_bench_report
 from tests.fakes.bench import bench_answer
-from tests.fakes.records import CHOSEN, ladder, rate_stage
+from tests.fakes.records import CHOSEN, SLO, estimate, ladder, rate_stage
+from tuner.analysis.rates import safe_rate_found
 from tuner.bench_answer import headline, next_move
+from tuner.elsewhere.stage import Axis
 from tuner.ladder_answer import AnswerVerdict
+
+FEW = {"ttft_p95_ms": estimate(90.0, num_samples=10)}
 
 
 def test_the_answer_and_what_it_rests_on_are_in_one_file(tmp_path: Path) -> None:
@@ -130,3 +134,36 @@ def test_what_spoilt_the_stages_is_what_to_change(reason: str, told: str) -> Non
     spoilt = {"valid": False, "invalid_reasons": (reason,)}
     answer = bench_answer(tuple(stage.model_copy(update=spoilt) for stage in ladder(CHOSEN)))
     assert told in next_move(answer)
+
+
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ({8.0: {}}, "try rates above 8, the highest that was measured: --rates 16"),
+        ({4.0: FEW, 8.0: {}}, "try rates above 8"),
+        ({8.0: {}, 9.0: {"valid": False}}, "measure higher rates again, no stage of theirs told enough: --rates 9"),
+        (
+            {8.0: {}, 9.0: FEW},
+            "let no more than 8 requests/s in, at the gateway; whether 9 are safe too is open: --time 60s",
+        ),
+        ({8.0: {}, 9.0: {"ttft_p95_ms": estimate(1e5)}}, "let no more than 8 requests/s in, at the gateway"),
+        ({9.0: FEW}, "measure 9 requests/s for longer, --time 60s or try lower rates: --rates 4.5"),
+        ({9.0: {"ttft_p95_ms": estimate(1e5)}}, "try lower rates: --rates 4.5"),
+    ],
+)
+def test_after_rates_it_says_what_is_true_and_which_value_helps(
+    rates: dict[float, dict[str, object]], told: str
+) -> None:
+    """That every rate so far is safe was said while lower ones were open, and advice without a value is no help."""
+    held = {"ttft_p95_ms": estimate(90.0), "itl_p95_ms": estimate(20.0), "ended_by": "time", "measured_s": 20.0}
+    stages = [rate_stage(CHOSEN, rate).model_copy(update=held | seen) for rate, seen in rates.items()]
+    answer = bench_answer(ladder(CHOSEN)).model_copy(
+        update={
+            "axis": Axis.REQUEST_RATE,
+            "verdict": AnswerVerdict.MEASURED,
+            "slo": SLO,
+            "stages": tuple(stages),
+            "safe_rate_rps": safe_rate_found(stages, SLO),
+        }
+    )
+    assert next_move(answer).startswith(told)

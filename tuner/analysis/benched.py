@@ -9,9 +9,10 @@ from typing import Literal
 from tuner.analysis.combine import operating_point_of
 from tuner.analysis.diagnosis import diagnose
 from tuner.analysis.fence import fenced_beyond, is_held_back, ladder_knee, recognised_fence
+from tuner.analysis.no_safe_rate import none_safe
 from tuner.analysis.open_loop import find_open_loop_knee, open_loop_point
 from tuner.analysis.outage import outage
-from tuner.analysis.rates import none_safe, safe_rate_found
+from tuner.analysis.rates import safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
 from tuner.answer import KneeFinding, OperatingPoint, SafeRateFigure, Slo
 from tuner.engine_config import EngineConfig

@@ -75,13 +75,18 @@ class OpenLoopPoint:
 
 def open_loop_point(stage: StageRecord) -> OpenLoopPoint:
     """A stage under a rate, with what was sent of it and how completions scatter around that."""
-    sent = 0.0 if stage.sent_rps is None else stage.sent_rps * stage.measured_s
+    num_sent = 0.0 if stage.sent_rps is None else stage.sent_rps * stage.measured_s
     return OpenLoopPoint(
         point=point_of(stage),
         request_throughput_rps=stage.request_throughput_rps,
         sent_rps=stage.sent_rps,
-        noise=math.sqrt(2 * stage.mean_in_flight) / sent if sent > 0 else 0.0,
+        noise=completions_noise(stage.mean_in_flight, num_sent),
     )
+
+
+def completions_noise(mean_in_flight: float, num_sent: float) -> float:
+    """Standard deviation of log completions over arrivals; 0 where it is not known how many were sent."""
+    return math.sqrt(2 * mean_in_flight) / num_sent if num_sent > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

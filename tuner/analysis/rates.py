@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tuner.analysis.safe_rate import (
     MOST_STAGES,
     RELATIVE_STEP,
     RateStage,
     SafeRate,
-    Told,
     highest_safe,
     safe_rate,
-    told,
 )
 from tuner.answer import SafeRateFigure, Slo
 from tuner.frozen import Record
@@ -96,24 +94,3 @@ def safe_rate_found(stages: Sequence[StageRecord], slo: Slo) -> SafeRateFigure |
         offered_rps=of.load,
         sent_rps=of.sent_rps,
     )
-
-
-def none_safe(stages: Sequence[StageRecord], slo: Slo) -> str | None:
-    """Why no rate was shown to be safe; None where one was, or none was tried."""
-    each = rate_stages(stages, slo)
-    if not each or highest_safe(each, slo).stage is not None:
-        return None
-    said = {
-        "over a limit": _rates(each, slo, Told.OVER),
-        "open, as too few independent requests or states were seen (more time shows more)": _rates(
-            each, slo, Told.OPEN
-        ),
-        "not measured validly": _rates(each, slo, Told.NOTHING),
-    }
-    parts = [f"{', '.join(rates)} requests/s: {words}" for words, rates in said.items() if rates]
-    return f"no rate of arrivals was shown to be safe; {'; '.join(parts)}"
-
-
-def _rates(stages: Iterable[RateStage], slo: Slo, says: Told) -> list[str]:
-    rates = sorted({stage.rate_rps for stage in stages if told(stage, slo) is says})
-    return [f"{rate:.3g}" for rate in rates]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from tuner.analysis.combine import operating_point_of, ratio
 from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_of
+from tuner.analysis.no_safe_rate import none_safe
 from tuner.analysis.noise import launch_noise
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
-from tuner.analysis.rates import RateSearch, none_safe, safe_rate_found
+from tuner.analysis.rates import RateSearch, safe_rate_found
 from tuner.analysis.slo import KV_HEADROOM, violations
 from tuner.answer import (
     Baseline,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tuner.analysis.knee import DEFAULT_R, LadderPoint, find_knee
-from tuner.analysis.open_loop import OpenLoopPoint, find_open_loop_knee
+from tuner.analysis.open_loop import OpenLoopPoint, completions_noise, find_open_loop_knee
 from tuner.analysis.slo import SloBoundary, highest_inside, slo_boundary
 from tuner.answer import KneeFinding, LadderVerdict
 from tuner.commands.options import limit_ms
@@ -95,7 +95,12 @@ def _found(
     if ladder.axis is Axis.CONCURRENCY:
         return find_knee(points, fence=fence, r=r), f"power X^{1 + r:g}/N over the concurrency"
     rates = [
-        OpenLoopPoint(point=point, request_throughput_rps=stage.request_throughput_rps)
+        OpenLoopPoint(
+            point=point,
+            request_throughput_rps=stage.request_throughput_rps,
+            sent_rps=stage.sent_rps,
+            noise=completions_noise(stage.in_flight or 0.0, stage.num_sent or 0.0),
+        )
         for stage, point in zip(ladder.stages, points, strict=True)
     ]
     finding, rule = find_open_loop_knee(rates, fence=fence, r=r)

@@ -175,6 +175,8 @@ def _of_record(where: str, stage: StageRecord) -> ElsewhereStage:
         output_throughput=throughput.value,
         output_throughput_half_width=((throughput.high or 0) - (throughput.low or 0)) / 2 if known else None,
         request_throughput_rps=stage.request_throughput_rps if stage.loop == "open" else None,
+        sent_rps=stage.sent_rps,
+        num_sent=None if stage.sent_rps is None else stage.sent_rps * stage.measured_s,
         mean_in_flight=stage.mean_in_flight if stage.loop == "open" else None,
         ttft_p95_ms=stage.ttft_p95_ms.value if stage.ttft_p95_ms.has_interval else None,
         itl_p95_ms=stage.itl_p95_ms.value if stage.itl_p95_ms.has_interval else None,

@@ -48,6 +48,12 @@ class ElsewhereStage:
 
     output_throughput_half_width: float | None = None
     request_throughput_rps: float | None = None
+    sent_rps: float | None = None
+    """What was sent of an open loop's rate, which random arrivals scatter around."""
+
+    num_sent: float | None = None
+    """How many requests that were."""
+
     mean_in_flight: float | None = None
     mean_e2e_ms: float | None = None
     ttft_p95_ms: float | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.records import CHOSEN, SLO, estimate, rate_stage, stage
 from tuner import wording
-from tuner.analysis.rates import RateSearch, none_safe, safe_rate_found
+from tuner.analysis.no_safe_rate import none_safe, open_rates
+from tuner.analysis.rates import RateSearch, safe_rate_found
 from tuner.ladder import next_step
 from tuner.records import StageKind, StageRecord
 
@@ -107,3 +109,22 @@ def test_what_was_offered_and_sent_stands_beside_the_safe_rate() -> None:
     assert (found.value, found.low, found.offered_rps, found.sent_rps) == (44.0, 44.0, 50.0, 46.5)
     assert wording.safe_rate(found).startswith("44 requests/s (offered 50, sent 46.5)")
     assert none_safe([], SLO) is None
+
+
+def test_who_is_told_that_a_rate_is_open_is_told_how_long_would_settle_it() -> None:
+    """More time without a value is a guess, and a stage of twice the time is often no better."""
+    inside = {"ttft_p95_ms": estimate(90.0), "itl_p95_ms": estimate(20.0), "ended_by": "time", "measured_s": 20.0}
+    base = rate_stage(CHOSEN, 8.0).model_copy(update=inside)
+    few = base.model_copy(update={"ttft_p95_ms": estimate(90.0, num_samples=10), "num_completed": 240})
+    (told,) = open_rates([few], SLO)
+    assert told.why == "its 240 requests are worth 10 independent ones for the p95 TTFT, and 59 are needed"
+    assert (round(told.needed_s), told.time_option) == (118, "--time 60s")
+    wide = estimate(0.8 * SLO.ttft_p95_ms, spread=0.5)
+    (told,) = open_rates([base.model_copy(update={"ttft_p95_ms": wide})], SLO)
+    assert "the upper bound of its p95 TTFT" in told.why
+    assert told.needed_s == pytest.approx(4 * 20.0)
+    (told,) = open_rates([base.model_copy(update={"shown_rps": 0.0, "num_states": 4})], SLO)
+    assert "in 4 independent states, and 59 are needed" in told.text
+    (told,) = open_rates([base.model_copy(update={"itl_p95_ms": estimate(float("nan"), num_samples=0)})], SLO)
+    assert (told.time_option, told.text) == (None, "open, as it has no ITL: no time settles it")
+    assert open_rates([few, base], SLO) == []

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.records import CHOSEN, estimate, rate_stage
 from tests.tuner.elsewhere import samples
 from tuner import __main__ as cli
+from tuner.analysis.open_loop import find_open_loop_knee, open_loop_point
+from tuner.answer import LadderVerdict
 from tuner.elsewhere.csv_table import COLUMNS
 
 ROW_53 = "concurrency,output_throughput\n" + "\n".join(
@@ -154,6 +157,22 @@ def test_rates_say_which_rule_was_used(kneetune: _Kneetune) -> None:
     assert "kept up with" in saturation["knee"]["signals"][0]
     assert power["knee"]["load"] == 4
     assert "power over the mean number in flight" in power["knee"]["signals"][0]
+
+
+def test_our_own_rates_count_as_they_were_sent(kneetune: _Kneetune) -> None:
+    """Random arrivals scatter by a tenth around the rate: of a server that keeps up with all, that is no knee."""
+    stages = []
+    for number, (rate, share) in enumerate([(1, 1.0), (2, 1.03), (3, 0.97), (4, 1.02), (5, 0.9), (6, 0.88)]):
+        seen = {"sent_rps": share * rate, "request_throughput_rps": share * rate, "measured_s": 60.0}
+        made = rate_stage(CHOSEN, float(rate), index=number)
+        seen |= {"mean_in_flight": 0.5 * rate, "output_throughput": estimate(64 * share * rate), "ended_by": "precise"}
+        stages.append(made.model_copy(update=seen))
+    path = kneetune.folder / "stages.jsonl"
+    path.write_text("\n".join(each.model_dump_json() for each in stages))
+    _, answer = kneetune.json(path)
+    benched, _ = find_open_loop_knee([open_loop_point(each) for each in stages])
+    assert benched.verdict is LadderVerdict.NOT_REACHED
+    assert answer["verdict"] == "not_reached"
 
 
 @pytest.mark.parametrize(
