@@ -63,6 +63,11 @@ class Figures:
     ttft_mean_ms: float
     engine_ttft_mean_ms: float = math.nan
 
+    @property
+    def throughput_per_request(self) -> float:
+        """Tokens/s of each request really in flight: a tool that holds fewer than asked gets fewer in all."""
+        return self.output_throughput / self.in_flight
+
 
 def main() -> None:
     """Measure and print the table."""
@@ -187,12 +192,10 @@ def _table(found: dict[tuple[str, Load], list[Figures]], loads: Sequence[Load]) 
     yield "| load | figure | kneetune | GuideLLM | ratio |"
     yield "| --- | --- | --- | --- | --- |"
     for load in loads:
-        for each in fields(Figures):
-            ours, theirs = (
-                [getattr(seen, each.name) for seen in found[tool, load]] for tool in ("kneetune", "GuideLLM")
-            )
+        for name in (*(each.name for each in fields(Figures)), "throughput_per_request"):
+            ours, theirs = ([getattr(seen, name) for seen in found[tool, load]] for tool in ("kneetune", "GuideLLM"))
             ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-            yield f"| {load} | {each.name} | {_interval(ours)} | {_interval(theirs)} | {_interval(ratios)} |"
+            yield f"| {load} | {name} | {_interval(ours)} | {_interval(theirs)} | {_interval(ratios)} |"
 
 
 def _interval(values: Sequence[float]) -> str:
