@@ -198,6 +198,7 @@ def _climbed(
         measure=grid.job.measure,
         entropy=(len(workload.name), config.max_num_seqs * config.max_num_batched_tokens),
         fence=config.fence,
+        max_model_len=ours.facts.max_model_len,
         caches_prefixes=config.enable_prefix_caching,
     )
     folder = grid.folder(config) / workload.name

@@ -75,12 +75,13 @@ def run_bench(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = runner.run(discover(endpoint, model=options.model))
         target = _target(server, options.workload)
+        options = options.on(target.max_model_len)
         first_s = runner.run(check_first_request(target, options.workload, seed=options.seed, tell=watcher.note))
         not_reset = runner.run(reset_prefix_cache(endpoint))
     prefix_cache = "reset" if not_reset is None else f"not reset: {not_reset}"
     for text in _opening(server, options, prefix_cache):
         watcher.note(text)
-    task = _task(server, options, first_request_s=first_s)
+    task = _task(server, options, max_model_len=target.max_model_len, first_request_s=first_s)
     watcher.note(_expected(task))
     stages: list[StageRecord] = []
     interrupted = False
@@ -107,7 +108,7 @@ def _target(server: Server, workload: Workload) -> Target:
     length = server.facts.max_model_len
     if length is None:
         # The server does not tell, so the first request shows whether the workload fits.
-        length = workload.longest_request_tokens
+        length = workload.longest_request_tokens()
     try:
         workload.check_fits(length)
     except WorkloadError as error:
@@ -182,14 +183,14 @@ def _measured(
 
     yield from climbed(task)
     slo, ceiling = conclude(stages, _asked(options, task.fence)).slo, ceiling_rps(stages)
-    if options.arrivals is not None and not options.at_rates and slo is not None and ceiling is not None:
+    if options.arrivals is not None and not options.rates and slo is not None and ceiling is not None:
         yield from climbed(replace(task, plan=RateSearch(slo=slo, ceiling_rps=ceiling)))
 
 
 def _plan(server: Server, options: BenchOptions) -> Plan:
     slo = options.slo
-    if options.at_rates:
-        steps = tuple(LadderStep(kind=StageKind.RATE, load=rate) for rate in options.at_rates)
+    if options.rates:
+        steps = tuple(LadderStep(kind=StageKind.RATE, load=rate) for rate in options.rates)
         return FixedSteps(steps=steps, slo=slo)
     if options.loads:
         steps = tuple(LadderStep(kind=StageKind.LADDER, load=load) for load in sorted(set(options.loads)))
@@ -198,7 +199,7 @@ def _plan(server: Server, options: BenchOptions) -> Plan:
     return Ladder(max_num_seqs=_fence(server, options), max_load=options.max_load, thinks=thinks, slo=slo)
 
 
-def _task(server: Server, options: BenchOptions, *, first_request_s: float) -> Climb:
+def _task(server: Server, options: BenchOptions, *, max_model_len: int, first_request_s: float) -> Climb:
     return Climb(
         plan=_plan(server, options),
         workload=options.workload,
@@ -207,6 +208,7 @@ def _task(server: Server, options: BenchOptions, *, first_request_s: float) -> C
         arrivals=Constant(kind="constant") if options.arrivals == "constant" else POISSON,
         entropy=(options.seed, FIRST_LADDER),
         fence=_fence(server, options),
+        max_model_len=max_model_len,
         caches_prefixes=server.facts.config is None or server.facts.config.enable_prefix_caching,
         rate_rps=1 / max(first_request_s, SHORTEST_REQUEST_S),
     )
@@ -239,7 +241,7 @@ def _answer(
         slo=found.slo,
         operating_point=found.operating_point,
         safe_rate_rps=found.safe_rate_rps,
-        axis=Axis.REQUEST_RATE if options.at_rates else Axis.CONCURRENCY,
+        axis=Axis.REQUEST_RATE if options.rates else Axis.CONCURRENCY,
         fence=found.fence,
         fence_source=found.fence_source,
         server=server.facts,
@@ -248,7 +250,7 @@ def _answer(
         seed=options.seed,
         prefix_cache=prefix_cache,
         interrupted=interrupted,
-        asked=options.at_rates or options.loads,
+        asked=options.rates or options.loads,
         command=options.command,
         stages=found.stages,
         wall_s=wall_s,
@@ -259,9 +261,9 @@ def _answer(
 
 def _verdict(options: BenchOptions, found: Benched) -> AnswerVerdict:
     """Rates that were asked for are an answer once each was measured, with a knee or without."""
-    if options.at_rates and found.finding.verdict is not LadderVerdict.KNEE:
+    if options.rates and found.finding.verdict is not LadderVerdict.KNEE:
         measured = {stage.load for stage in found.stages if stage.valid}
-        return AnswerVerdict.MEASURED if measured >= set(options.at_rates) else AnswerVerdict.NOT_MEASURED
+        return AnswerVerdict.MEASURED if measured >= set(options.rates) else AnswerVerdict.NOT_MEASURED
     is_given = found.slo is not None and not found.slo.derived
     is_feasible = not is_given or (found.operating_point, found.safe_rate_rps) != (None, None)
     return verdict_of(found.finding, is_feasible=is_feasible)

@@ -11,7 +11,6 @@ from tuner.frozen import Record
 from tuner.inputs import DurationS, InputError
 from tuner.job import MeasureSpec
 from tuner.load.arrivals import mean_rate_rps
-from tuner.load.traces import read_trace
 from tuner.load.workload import Workload
 
 
@@ -70,12 +69,23 @@ class BenchOptions(Record):
             return None
         return Slo(ttft_p95_ms=1000 * self.slo_ttft_p95, itl_p95_ms=1000 * self.slo_itl_p95)
 
-    @property
-    def at_rates(self) -> tuple[float, ...]:
-        """The rates that are measured in place of users; a trace that is replayed has its own. Requests per second."""
-        if self.rates or self.workload.loop != "open" or self.workload.trace is None:
-            return tuple(sorted(set(self.rates)))
-        times_s = read_trace(self.workload.trace).times_s
-        if times_s is None:
+    def on(self, max_model_len: int) -> BenchOptions:
+        """These options for a server with contexts of this length: a trace's own rate is that of what fits them.
+
+        So what is sent goes out at the trace's own times, however much is left out.
+
+        Raises:
+            InputError: where no rate was given and the trace has none.
+        """
+        trace = self.workload.fitting_trace(max_model_len)
+        if self.rates or self.workload.loop != "open" or trace is None:
+            return self.model_copy(update={"rates": tuple(sorted(set(self.rates)))})
+        if trace.times_s is None:
             raise InputError(f"workload {self.workload.name}: its trace has no times: give --rates")
-        return (mean_rate_rps(times_s),)
+        try:
+            return self.model_copy(update={"rates": (mean_rate_rps(trace.times_s),)})
+        except ValueError as error:
+            raise InputError(
+                f"workload {self.workload.name}: of its trace, within max_model_len={max_model_len}: {error}: "
+                "give --rates, or take more of it"
+            ) from None

@@ -18,7 +18,6 @@ from tuner.engines.running import reset_prefix_cache
 from tuner.job import MeasureSpec
 from tuner.ladder import FixedSteps, LadderStep, Plan, next_step
 from tuner.load.arrivals import OpenArrivals, Poisson, Replayed
-from tuner.load.traces import read_trace
 from tuner.load.workload import Workload
 from tuner.measure import saturation
 from tuner.measure.stage import StageSpec, Target, measure_stage
@@ -76,6 +75,9 @@ class Climb:
     fence: int | None
     """Most requests that run at once; None: not known, and no stage is taken to be past it."""
 
+    max_model_len: int
+    """Longest context of the engine: requests of a trace that are longer are not sent."""
+
     caches_prefixes: bool
     """Whether the engine may keep prefixes; before a stage whose requests share some it is asked to forget them."""
 
@@ -132,7 +134,7 @@ def stage_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
         return _rate_spec(task, step, stages)
     measure, index = task.measure, len(stages)
     workload = task.burst if step.kind is StageKind.BURST else task.workload
-    longer = workload.mean_request_tokens / task.workload.mean_request_tokens
+    longer = workload.mean_request_tokens(task.max_model_len) / task.workload.mean_request_tokens(task.max_model_len)
     rate_rps = _request_rate_rps(task, stages)
     users = int(step.load)
     turn_s = min(longer * users / rate_rps, MAX_TURN_S)
@@ -163,8 +165,9 @@ def _rate_spec(task: Climb, step: LadderStep, stages: Sequence[StageRecord]) -> 
     if workload.loop != "open":
         workload = workload.model_copy(update={"arrivals": task.arrivals})
     max_s = rate_stage_s(measure, rate_rps=step.load)
-    if isinstance(workload.arrivals, Replayed) and workload.trace is not None:
-        max_s += len(read_trace(workload.trace).rows) / step.load
+    trace = workload.fitting_trace(task.max_model_len)
+    if isinstance(workload.arrivals, Replayed) and trace is not None:
+        max_s += len(trace.rows) / step.load
     return StageSpec(
         index=index,
         kind=step.kind,

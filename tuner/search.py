@@ -203,7 +203,7 @@ class _Search:
 
     def _warn_of_preemptions(self, trial: TrialRecord) -> None:
         if trial.outcome.outcome == "measured" and self._findings.memory is not None:
-            tokens = self._job.workload.mean_request_tokens
+            tokens = self._job.workload.mean_request_tokens(trial.outcome.facts.max_model_len)
             warning = preemption_warning(trial.config, self._findings.memory, tokens_per_request=tokens)
             if warning is not None:
                 self._launches.note(warning)

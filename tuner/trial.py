@@ -328,6 +328,7 @@ def _climb(spec: TrialSpec, engine: RunningEngine, ours: OurEngine) -> Iterator[
         measure=spec.job.measure,
         entropy=(spec.job.seed, spec.number),
         fence=spec.config.fence,
+        max_model_len=facts.max_model_len,
         caches_prefixes=spec.config.enable_prefix_caching,
     )
     yield from climb(task, target, kept=spec.kept_stages, directory=spec.directory, goes_on=lambda _: engine.is_alive())

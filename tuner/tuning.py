@@ -164,7 +164,7 @@ def _protect(
     """Add the protective profile: hit with long prompts at twice the knee, or at twice the first candidate's fence."""
     choice = confirmations.choice
     ceiling = defaults if choice is None else choice.config
-    chosen = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens)
+    chosen = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens())
     candidates = [
         candidate
         for candidate in chosen

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from tests.fakes.records import CHOSEN, estimate, rate_stage
@@ -23,6 +27,7 @@ def _task(*, first_request_s: float = 1e-3, max_time: float = 30.0) -> Climb:
         measure=MeasureSpec.model_validate({"max_time": f"{max_time:g}s", "max_warm_up": f"{max_time:g}s"}),
         entropy=(0, 0),
         fence=None,
+        max_model_len=512,
         caches_prefixes=False,
         rate_rps=1 / first_request_s,
     )
@@ -38,6 +43,17 @@ def test_a_rate_that_was_measured_while_it_filled_fills_longer_when_it_is_repeat
     """Requests take longer under load than alone; the same limits again would spoil the second try, too."""
     spoilt = rate_stage(CHOSEN, 50.0).model_copy(update={"valid": False, "e2e_p50_ms": estimate(19_000.0)})
     assert stage_spec(_task(), STEP, [spoilt]).max_warm_up_s == pytest.approx(19 * WARM_UP_TURNS)
+
+
+def test_a_replay_lasts_as_long_as_what_of_it_is_sent(tmp_path: Path) -> None:
+    """Requests that are too long to be sent are not waited for: else a run is told to take hours it never takes."""
+    rows = [{"at_s": n, "input_tokens": 600 if n % 10 else 9, "output_tokens": 1} for n in range(100)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trace = {"trace": {"path": str(tmp_path / "t.jsonl"), "format": "jsonl"}, "arrivals": {"kind": "trace"}}
+    task = _task()
+    replay = replace(task, workload=load_workload(trace))
+    step = LadderStep(kind=StageKind.RATE, load=0.1)
+    assert stage_spec(replay, step, []).max_s == pytest.approx(stage_spec(task, step, []).max_s + 10 / 0.1)
 
 
 def test_a_rate_whose_verdict_is_open_gets_more_time_but_not_any() -> None:

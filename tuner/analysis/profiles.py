@@ -270,7 +270,9 @@ def _holds(config: EngineConfig, facts: EngineFacts, burst_tokens: int | None) -
     """Whether a full batch of the burst's longest requests fits the KV blocks with headroom; unknown counts as yes."""
     if burst_tokens is None or facts.num_gpu_blocks is None or facts.block_size is None:
         return True
-    needed = config.max_num_seqs * math.ceil(burst_tokens / facts.block_size)
+    # Of a trace, what is longer than the context is not sent.
+    longest = min(burst_tokens, facts.max_model_len)
+    needed = config.max_num_seqs * math.ceil(longest / facts.block_size)
     return needed <= (1 - KV_HEADROOM) * facts.num_gpu_blocks
 
 

@@ -121,20 +121,17 @@ class Workload(Record):
         pauses = isinstance(self.arrivals, Closed) and self.arrivals.think_time > 0
         return pauses or (self.chat is not None and self.chat.think_time > 0)
 
-    @property
-    def longest_request_tokens(self) -> int:
-        """Prompt and output of the longest request this can draw. Unit: tokens."""
-        if self.trace is not None:
-            return max(row.input_tokens + row.output_tokens for row in read_trace(self.trace).rows)
+    def longest_request_tokens(self, max_model_len: int | None = None) -> int:
+        """Prompt and output of the longest request this can send to contexts of this length. Unit: tokens."""
+        if (trace := self._trace_within(max_model_len)) is not None:
+            return max(row.input_tokens + row.output_tokens for row in trace.rows)
         turns = self.chat.turns if self.chat else 1
         return self._prefix_tokens + turns * (self.lengths[0].longest + self.lengths[1].longest)
 
-    @property
-    def mean_request_tokens(self) -> float:
-        """Prompt and output of the mean request. Unit: tokens."""
-        if self.trace is not None:
-            rows = read_trace(self.trace).rows
-            return sum(row.input_tokens + row.output_tokens for row in rows) / len(rows)
+    def mean_request_tokens(self, max_model_len: int | None = None) -> float:
+        """Prompt and output of the mean request this sends to contexts of this length. Unit: tokens."""
+        if (trace := self._trace_within(max_model_len)) is not None:
+            return sum(row.input_tokens + row.output_tokens for row in trace.rows) / len(trace.rows)
         mean_turn = (self.chat.turns + 1) / 2 if self.chat else 1
         prefix = self._prefix_tokens * (self.shared_prefix.share if self.shared_prefix else 0)
         return prefix + mean_turn * (self.lengths[0].mean + self.lengths[1].mean)
@@ -149,6 +146,12 @@ class Workload(Record):
     @property
     def _prefix_tokens(self) -> int:
         return self.shared_prefix.tokens if self.shared_prefix else 0
+
+    def _trace_within(self, max_model_len: int | None) -> Trace | None:
+        """What of the trace fits; all of it where no length is known."""
+        if self.trace is None or max_model_len is None:
+            return None if self.trace is None else read_trace(self.trace)
+        return self.fitting_trace(max_model_len)
 
     def fitting_trace(self, max_model_len: int) -> Trace | None:
         """The workload's trace without what no context of this length holds; None where it has none.
@@ -172,10 +175,10 @@ class Workload(Record):
         Raises:
             WorkloadError: where the longest request, or every request of a trace, is above `max_model_len`.
         """
-        if self.fitting_trace(max_model_len) is None and self.longest_request_tokens > max_model_len:
+        if self.fitting_trace(max_model_len) is None and self.longest_request_tokens() > max_model_len:
             turns = f" in {self.chat.turns} turns" if self.chat else ""
             raise WorkloadError(
-                f"workload {self.name}: its longest request has {self.longest_request_tokens} tokens "
+                f"workload {self.name}: its longest request has {self.longest_request_tokens()} tokens "
                 f"({self._prefix_tokens + self.lengths[0].longest} in, {self.lengths[1].longest} out{turns}), above "
                 f"max_model_len={max_model_len}: shorten the workload or raise max_model_len"
             )

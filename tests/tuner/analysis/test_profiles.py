@@ -167,13 +167,19 @@ def test_protective_is_below_production_everywhere_and_clearly_somewhere() -> No
     assert len({candidate.config.model_dump_json() for candidate in candidates}) == len(candidates)
 
 
+def _with_context(trial: TrialRecord, max_model_len: int) -> TrialRecord:
+    assert isinstance(trial.outcome, Measured)
+    facts = trial.outcome.facts.model_copy(update={"max_model_len": max_model_len})
+    return trial.model_copy(update={"outcome": trial.outcome.model_copy(update={"facts": facts})})
+
+
 def test_protective_holds_the_burst_before_it_is_fast() -> None:
     """Candidates whose KV blocks hold a full batch of the burst's requests come first."""
-    trials = [_trial(0)]
-    ceiling = _chosen(*trials).config
     blocks = records.facts(BIG).num_gpu_blocks
     assert blocks is not None
     longest = 16 * blocks // 5
+    trials = [_with_context(_trial(0), longest)]
+    ceiling = _chosen(*trials).config
 
     plain, for_burst = (
         choose_protective(ceiling, trials, WIDE),
@@ -182,6 +188,17 @@ def test_protective_holds_the_burst_before_it_is_fast() -> None:
 
     assert plain[0].config.max_num_seqs > 4
     assert for_burst[0].config.max_num_seqs == 4
+
+
+def test_a_burst_is_no_longer_than_what_is_sent_of_it() -> None:
+    """A trace's requests beyond the context are left out: who makes room for them gives up throughput for nothing."""
+    blocks = records.facts(BIG).num_gpu_blocks
+    assert blocks is not None
+    trials = [_with_context(_trial(0), 32)]
+    ceiling = _chosen(*trials).config
+    found = choose_protective(ceiling, trials, WIDE, burst_tokens=16 * blocks // 5)
+    assert found == choose_protective(ceiling, trials, WIDE, burst_tokens=32)
+    assert found[0].config.max_num_seqs > 4
 
 
 def test_there_is_always_a_protective_candidate() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.fakes.server import Behaviour, StubEngine, running_stub
@@ -131,6 +132,41 @@ def test_a_trace_lies_beside_the_workload_that_names_it(
     assert _run(monkeypatch, "http://127.0.0.1:1", "--workload", "mine/w.yaml") == 2
     assert "no answer" in capsys.readouterr().err  # of the server: the trace was found
     assert not list((tmp_path / "runs").iterdir())
+
+
+def _replay(folder: Path, rows: list[dict[str, float]]) -> str:
+    folder.joinpath("t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trace = "trace: {format: jsonl, path: t.jsonl, time_scale: 0.5}"
+    folder.joinpath("w.yaml").write_text(f"{trace}\narrivals: {{kind: trace}}\n")
+    return str(folder / "w.yaml")
+
+
+def test_a_replay_keeps_the_times_of_its_trace_though_some_of_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who replays ten minutes with one request in two too long must not have the others sent twice as fast."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"at_s": 0.1 * n, "input_tokens": 9 if n % 2 else 600, "output_tokens": 2} for n in range(21)]
+    with _stub() as stub:
+        _run(monkeypatch, stub.endpoint.url, "--workload", _replay(tmp_path, rows), "--json")
+    stage, *_ = BenchAnswer.model_validate_json(capsys.readouterr().out).stages
+    assert (stage.num_completed, stage.num_left_out) == (10, 11)
+    sent = pd.read_parquet(next(tmp_path.glob("runs/*/requests.parquet")))
+    sent = sent[sent["stage"] == stage.index].sort_values("index")
+    assert sent["intended_s"].tolist() == pytest.approx([0.1 * n for n in range(10)], abs=1e-6)
+    assert stage.load == pytest.approx(10.0)
+
+
+def test_a_trace_of_which_one_request_fits_has_no_rate_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A single request has no rate; the user learns how many fit, and what to do, in place of a traceback."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"at_s": n, "input_tokens": 600 if n else 9, "output_tokens": 2} for n in range(3)]
+    with _stub() as stub:
+        assert _run(monkeypatch, stub.endpoint.url, "--workload", _replay(tmp_path, rows)) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("1 request", "max_model_len=512", "--rates"))
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,19 @@ def test_a_trace_leaves_out_what_does_not_fit_and_refuses_to_send_nothing(tmp_pa
         asked.check_fits(5)
 
 
+def test_what_is_not_sent_counts_in_no_length(tmp_path: Path) -> None:
+    """Memory reckoned with requests that are too long to be sent warns of preemptions that never come."""
+    asked = trace(tmp_path, SESSION, arrivals="trace")
+    assert asked.longest_request_tokens(16) < asked.longest_request_tokens()
+    assert asked.longest_request_tokens(16) <= 16
+    assert asked.mean_request_tokens(16) < asked.mean_request_tokens()
+
+
 def test_lengths_with_what_is_shared_are_known_before() -> None:
     """Memory is reckoned with the prefix and the history, not with a first turn."""
     asked = workload(chat={"turns": 3}, shared_prefix={"tokens": 100, "share": 0.5})
-    assert asked.longest_request_tokens == 100 + 3 * (9 + 5)
-    assert asked.mean_request_tokens == 50 + 2 * (6 + 5)
+    assert asked.longest_request_tokens() == 100 + 3 * (9 + 5)
+    assert asked.mean_request_tokens() == 50 + 2 * (6 + 5)
     with pytest.raises(WorkloadError, match=r"142 tokens \(109 in, 5 out in 3 turns\), above max_model_len=141"):
         asked.check_fits(141)
 
