@@ -69,7 +69,8 @@ class JobPlan(Record):
     num_confirmation_launches: int
     most_stages: int
     expected_s: float
-    """If every launch takes the assumed start and every stage half its longest time, cut at the budget."""
+    """If every launch takes the assumed start, every stage half its longest time and those of the safe rate all of it,
+    cut at the budget."""
 
     assumed_start_s: float
     """A guess at one engine start; a plan says that it is one."""
@@ -87,11 +88,10 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
     fence = max(job.config(values).fence for values in combinations(job.search_space))
     ladder_stages = most_stages(Ladder(max_num_seqs=fence, max_load=job.max_load, thinks=job.workload.thinks))
     confirming_stages = CONFIRMATION_LAUNCHES * CONFIRMATION_STAGES + MAX_PROTECTIVE_LAUNCHES * PROTECTIVE_STAGES
-    confirming_stages += SAFE_RATE_STAGES
     # The first ladder is climbed alone: the others need what it tells.
     turns = min(study, 1 + math.ceil((study - 1) / placement.parallel_trials))
     start_s = (turns + confirmations) * adapter_of(job.engine).assumed_start_s
-    stage_s = (turns * ladder_stages + confirming_stages) * longest_stage_s(job) / 2
+    stage_s = (turns * ladder_stages + confirming_stages) * longest_stage_s(job) / 2 + safe_rate_s(job, start_s=0.0)
     return JobPlan(
         name=job.name,
         model=job.model,
@@ -107,7 +107,7 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
         warnings=(*placement.warnings, *_queueing(job)),
         num_study_launches=study,
         num_confirmation_launches=confirmations,
-        most_stages=study * ladder_stages + confirming_stages,
+        most_stages=study * ladder_stages + confirming_stages + SAFE_RATE_STAGES,
         expected_s=min(job.budget.time, start_s + stage_s),
         assumed_start_s=adapter_of(job.engine).assumed_start_s,
         budget_s=job.budget.time,

@@ -77,6 +77,16 @@ def test_a_plan_counts_what_the_job_will_do() -> None:
     assert 0 < planned.expected_s <= planned.budget_s
 
 
+def test_a_plan_counts_the_safe_rates_time_however_short_its_other_stages() -> None:
+    """A stage under a rate may last 20 s in a job whose others last one: nobody is told two minutes for three."""
+    quick = {"max_time": "1s", "max_warm_up": "1s"}
+    job = load_job("embedded", {"measure": quick, "budget": {"time": "10h", "trials": 3}})
+    planned = plan_of(job, ONE_CPU)
+    launches = planned.num_study_launches + planned.num_confirmation_launches
+    others_s = planned.expected_s - launches * planned.assumed_start_s - planned.most_stages * 1.0
+    assert others_s > 50
+
+
 def test_a_plan_lists_the_impossible() -> None:
     """Combinations that no launch is spent on are shown with their rule."""
     space = load_space("cpu").model_dump(mode="json")
