@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from engine.memory import (
     LeastMemory,
     MemoryReport,
     hopeless_report,
+    human,
     kv_blocks_in_force,
     memory_budget,
     num_kv_blocks,
@@ -42,6 +44,8 @@ from engine.request import MAX_LOGPROBS, SamplingParams
 from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
 from kernels.reference import FP8
+
+logger = logging.getLogger(__name__)
 
 _CALIBRATION_TOKENS = 256
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,6 +113,8 @@ class TorchExecutor:
         num_blocks, overridden = kv_blocks_in_force(
             config, report.budget, report.layout, max_model_len=plan.max_model_len
         )
+        size = human(num_blocks * report.layout.block_bytes)
+        logger.info("taking %s for %d KV blocks; many gigabytes of RAM take a while", size, num_blocks)
         self._kv_cache = self._runner.allocate_kv(num_blocks)
         self.resolved = ResolvedConfig(
             asked=config,

@@ -14,7 +14,8 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.device_memory import activation_peak_bytes
-from engine.executor.torch import TorchExecutor, blueprint, largest_steps
+from engine.executor.torch import ModelRunner, TorchExecutor, blueprint, largest_steps
+from engine.kv_cache import KvCache
 from engine.limits import Limits
 from engine.memory import NoKvMemoryError
 from engine.models.config import read_model_config
@@ -88,6 +89,25 @@ def test_every_byte_of_the_budget_is_accounted_for(executor: TorchExecutor) -> N
     assert resolved.kv_block_bytes == 16 * 4 * 2 * 2 * 64 * 4
     assert memory.weights_bytes == 4 * (5_313_920 + has_packed_product() * 512 * 384)
     assert 0 < memory.activation_peak_bytes < 8 * MIB
+
+
+def test_a_start_says_what_it_takes_before_it_takes_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many gigabytes take long on a busy machine: a silent start looks like one that hangs."""
+    caplog.set_level("INFO", logger="engine")
+    told: list[tuple[int, str]] = []
+    allocate_kv = ModelRunner.allocate_kv
+
+    def noted(runner: ModelRunner, num_blocks: int, **layers: int) -> KvCache:
+        told.append((num_blocks, caplog.text))
+        return allocate_kv(runner, num_blocks, **layers)
+
+    monkeypatch.setattr(ModelRunner, "allocate_kv", noted)
+    executor = TorchExecutor(_config())
+    num_blocks, said = told[-1]
+    assert num_blocks == executor.resolved.num_gpu_blocks
+    assert f"MiB for {num_blocks} KV blocks" in said
 
 
 def test_the_measured_peak_repeats(executor: TorchExecutor) -> None:
