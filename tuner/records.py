@@ -248,6 +248,8 @@ class StageRecord(EngineFigures):
     """How late the sender was: intended to handed to the socket."""
 
     send_slip_p99_ms: Figure = math.nan
+    """The same at p99: on record, not judged, as no verdict rests on a p99; a late send counts in its own TTFT."""
+
     num_left_out: int = 0
     """Requests of a trace that were not sent: failed in the original, or longer than the engine's `max_model_len`."""
 
