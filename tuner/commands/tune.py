@@ -17,7 +17,7 @@ from tuner.commands.report import write_run_report
 from tuner.commands.show import print_answer
 from tuner.commands.watch import PlainWatcher
 from tuner.engines.device_holders import in_the_way
-from tuner.engines.leftovers import end_leftovers
+from tuner.engines.leftovers import end_leftovers, nothing_left_alive
 from tuner.engines.registry import adapter_of
 from tuner.inputs import InputError
 from tuner.job import TuningJob, load_job
@@ -131,7 +131,7 @@ def _run(job: TuningJob, store: RunStore, placement: Placement, *, as_json: bool
     if flags is not None:
         store.write_flags(flags)
     try:
-        with watcher, StopOnInterrupt(watcher.note) as stop, Workers(placement) as workers:
+        with watcher, StopOnInterrupt(watcher.note) as stop, nothing_left_alive(store), Workers(placement) as workers:
             for warning in placement.warnings:
                 watcher.note(warning)
             recommendation = run_tuning(

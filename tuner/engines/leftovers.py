@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,20 @@ def end_leftovers(store: RunStore) -> list[Path]:
         end(launch)
         ended.append(directory)
     return ended
+
+
+@contextlib.contextmanager
+def nothing_left_alive(store: RunStore) -> Iterator[None]:
+    """See to it that a run that breaks off in here leaves no process of an engine.
+
+    An engine's first process ends with its worker, but what that has started may live on, as vLLM's core does where its
+    server is ended before it is up. The caller holds the run's lock.
+    """
+    try:
+        yield
+    except BaseException:
+        end_leftovers(store)
+        raise
 
 
 def end_lost_launch(directory: Path, engine: EngineSpec, read: ReadMemory | None = None) -> DeviceFull | None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.records import resolved_run
 from tuner.engines.family import MARK, Launch, end, living, new_mark, read_launch, write_launch
-from tuner.engines.leftovers import end_leftovers
+from tuner.engines.leftovers import end_leftovers, nothing_left_alive
 from tuner.job import load_job
 from tuner.store import RunStore
 
@@ -85,6 +85,21 @@ def test_what_a_run_left_is_ended_by_its_records(
     assert process.wait() != 0
     assert end_leftovers(store) == []
     assert read_launch(store.trial_directory(2)) is None
+
+
+def test_a_run_that_is_stopped_leaves_nothing_of_an_engine_that_was_starting(
+    launch: tuple[Launch, int, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Its worker's death ends an engine's first process; what that had started would keep its memory for ever."""
+    made, _, process = launch
+    store = RunStore.create(tmp_path, load_job("embedded"), resolved_run().recommendation.provenance)
+    write_launch(store.trial_directory(0), made)
+    process.kill()
+    process.wait()
+    assert living(made) != []
+    with pytest.raises(KeyboardInterrupt), nothing_left_alive(store):
+        raise KeyboardInterrupt
+    assert living(made) == []
 
 
 def test_ending_what_is_gone_already_is_quick_and_quiet() -> None:
