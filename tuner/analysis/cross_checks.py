@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tuner.analysis.curve import FloatArray
+from tuner.analysis.curve_family import FloatArray
 from tuner.answer import CrossChecks
 
 SMALL_GAIN_PER_DOUBLING = 1.1

