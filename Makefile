@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	@touch $@
 
-tune: $(STAMP) ## Tune the embedded model on this machine: some seven minutes, result in runs/
+tune: $(STAMP) ## Tune the embedded model on this machine: some eight minutes, result in runs/
 	$(BIN)/kneetune tune embedded
 
 test: $(STAMP) ## Run the tests
