@@ -39,6 +39,9 @@ _PRIOR_STAGES = 1.0
 """How many stages' worth of scatter the default noise counts for."""
 
 _FREE_PARAMETERS = 3
+_BREAK_PARAMETERS = 2
+"""What a break has besides: where, and how deep."""
+
 _FEWEST_STAGES = 5
 
 
@@ -91,9 +94,11 @@ def curve_through(log_loads: FloatArray, log_throughput: FloatArray, noise: list
     if num_used <= _FREE_PARAMETERS:
         return Curve(log_loads, log_throughput, prior, np.zeros_like(on_curve), family, log_throughput)
     row = log_throughput[None, :]
-    closest = _misfit(family, row, prior, on_curve).min()
+    misfit = _misfit(family, row, prior, on_curve)[0]
     freedom = num_used - _FREE_PARAMETERS
-    scatter = np.where(known, max(1.0, closest / freedom), (_PRIOR_STAGES + closest) / (_PRIOR_STAGES + freedom))
+    by_smooth = _scatter(misfit[: family.num_smooth].min(), freedom, known)
+    by_break = _scatter(misfit[family.num_smooth :].min(), max(1, freedom - _BREAK_PARAMETERS), known)
+    scatter = by_smooth if freedom <= _BREAK_PARAMETERS else np.minimum(by_smooth, by_break)
     sigma = prior * np.sqrt(scatter)
     misfit = _misfit(family, row, sigma, on_curve)[0]
     hopeful = misfit < misfit.min() + _HOPELESS
@@ -102,6 +107,12 @@ def curve_through(log_loads: FloatArray, log_throughput: FloatArray, noise: list
     smooth = _weights(family, row, sigma, on_curve)[0] @ (family.shapes + offsets[:, None])
     fell = ~on_curve & (log_throughput < smooth)
     return Curve(log_loads, log_throughput, sigma, on_curve, family, np.where(fell, log_throughput, smooth))
+
+
+def _scatter(misfit: float, freedom: int, known: BoolArray) -> FloatArray:
+    """How many times the noise's variance the stages scatter by: a known noise is never taken for less."""
+    own, from_prior = max(1.0, misfit / freedom), (_PRIOR_STAGES + misfit) / (_PRIOR_STAGES + freedom)
+    return np.where(known, own, from_prior)
 
 
 def _shares(log_power: FloatArray) -> FloatArray:
@@ -139,8 +150,7 @@ def _weights(family: Family, rows: FloatArray, noise: FloatArray, used: BoolArra
 def _collapsed(log_throughput: FloatArray, noise: FloatArray) -> BoolArray:
     """Stages from which on everything is clearly below what an earlier stage reached.
 
-    None of them can have the most power, and a cliff is no member of the family: it would be fitted at the cost of the
-    stages left of it.
+    None of them can have the most power; fitted with the rest they would cost the stages left of them.
     """
     before = np.maximum.accumulate(log_throughput)
     from_here = np.maximum.accumulate(log_throughput[::-1])[::-1]

@@ -72,15 +72,12 @@ def test_straight_line_has_no_knee_yet() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05, 0.08])
 @pytest.mark.parametrize("loads", [DOUBLING, (4, 6, 8, 12, 16, 24, 32, 48)], ids=["wide", "narrow"])
 def test_noise_around_a_constant_is_no_knee(loads: tuple[int, ...], noise: float) -> None:
-    """Pure noise does not pass for a bend, which other detectors are confident of.
-
-    Of 800 ladders with a deviation of 8 % on each stage the wide ones have a knee in 2 %, the narrow ones in 4.5 %.
-    """
+    """Pure noise does not pass for a bend, which other detectors are confident of."""
     verdicts = [
         find_knee(points(loads, noisy(np.full(8, 500.0), noise, seed)), num_bootstrap=1).verdict for seed in range(100)
     ]
 
-    assert verdicts.count(LadderVerdict.ALREADY_SATURATED) >= (95 if noise < 0.08 else 90)
+    assert verdicts.count(LadderVerdict.ALREADY_SATURATED) >= 95
     assert find_knee(points(DOUBLING, [500, 505, 498, 503, 499, 502, 501, 500])).load is None
 
 
