@@ -10,14 +10,12 @@ that only wait are measured side by side.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -25,6 +23,7 @@ import numpy as np
 import pandas as pd
 import yaml
 from law_truth import Truth, best_load, closed_loop
+from served import served_embedded
 
 from engine.config import EngineConfig
 from tuner.bench_answer import BenchAnswer
@@ -71,25 +70,12 @@ class Compared:
         return tuple(100 * (seen / true - 1) for seen, true in zip(self.seen, self.true, strict=True))
 
 
-@contextmanager
-def _server(law: Path, step_log: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "engine", "serve", "embedded", "--port", "0", "--executor", "simulated"]
-    command += ["--law", str(law), "--max-num-seqs", str(FENCE), "--step-log", str(step_log)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None  # noqa: S101 - a pipe was asked for
-        ready = next(json.loads(line) for line in process.stderr if line.startswith('{"event": "ready"'))
-        yield f"http://{ready['host']}:{ready['port']}"
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 def _measure(folder: Path, law: Path, time: str) -> BenchAnswer:
     folder.mkdir()
     workload = folder / "workload.yaml"
     workload.write_text(yaml.safe_dump(WORKLOAD), encoding="utf-8")
-    with _server(law, folder / "steps.jsonl") as url:
+    simulated = ("--executor", "simulated", "--law", str(law), "--max-num-seqs", str(FENCE))
+    with served_embedded(*simulated, "--step-log", str(folder / "steps.jsonl")) as url:
         options = [
             "--workload",
             str(workload),

@@ -9,18 +9,17 @@ the engine's counters are held against the trace: requests, prompt tokens, outpu
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from served import served_embedded
 
 from tuner.bench_answer import BenchAnswer
 from tuner.load.workload import Workload
@@ -41,7 +40,7 @@ def main() -> None:
     trace = {"format": options.format, "path": str(options.trace.resolve()), "duration": options.duration}
     trace |= {"time_scale": options.time_scale, "sample": options.sample}
     workload = {"trace": trace, "arrivals": {"kind": "trace"}}
-    with tempfile.TemporaryDirectory() as name, _engine() as url:
+    with tempfile.TemporaryDirectory() as name, served_embedded("--device-memory", "1G") as url:
         folder = Path(name)
         (folder / "trace.yaml").write_text(yaml.safe_dump(workload), encoding="utf-8")
         command = [sys.executable, "-m", "tuner", "bench", url, "--workload", str(folder / "trace.yaml")]
@@ -51,19 +50,6 @@ def main() -> None:
         requests = pd.read_parquet(folder / "out" / "requests.parquet")
     for line in _lines(Workload.model_validate(workload), answer, requests, counted):
         print(line)
-
-
-@contextmanager
-def _engine() -> Iterator[str]:
-    command = [sys.executable, "-m", "engine", "serve", "embedded", "--port", "0", "--device-memory", "1G"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None  # noqa: S101 - a pipe was asked for
-        ready = next(json.loads(line) for line in process.stderr if line.startswith('{"event": "ready"'))
-        yield f"http://{ready['host']}:{ready['port']}"
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def _counters(url: str) -> tuple[int, ...]:

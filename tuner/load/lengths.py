@@ -8,6 +8,7 @@ cut, because memory and time are reckoned from it.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from statistics import NormalDist
@@ -105,13 +106,13 @@ class _Bell(Record):
             )
         return self
 
+    @abstractmethod
     def _score(self, tokens: float) -> float:
         """How many standard deviations from the middle of the bell a length lies."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _at_score(self, score: float) -> float:
         """The length so many standard deviations from the middle."""
-        raise NotImplementedError
 
     @cached_property
     def _ends(self) -> tuple[float, float]:
