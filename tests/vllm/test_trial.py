@@ -28,7 +28,7 @@ SHARING = {
     "output_len": {"kind": "fixed", "tokens": 16},
     "shared_prefix": {"tokens": 128},
 }
-LONG = {"input_len": {"kind": "fixed", "tokens": 200}, "output_len": {"kind": "fixed", "tokens": 400}}
+LONG = {"input_len": {"kind": "fixed", "tokens": 200}, "output_len": {"kind": "fixed", "tokens": 200}}
 
 
 def _on(spec: TrialSpec, workload: dict[str, object]) -> TrialSpec:
@@ -89,8 +89,8 @@ def test_a_trial_measures_what_it_asked_for(make_spec: MakeSpec) -> None:
 
 
 def test_preemptions_in_the_record_are_the_counters_difference(make_spec: MakeSpec) -> None:
-    """A cache of twenty blocks cannot hold sixteen requests of 600 tokens: what that costs is counted, not guessed."""
-    spec = _on(make_spec(16, max_num_seqs=16, num_gpu_blocks_override=20), LONG)
+    """A cache of ten blocks cannot hold six requests of 400 tokens: what that costs is counted, not guessed."""
+    spec = _on(make_spec(6, max_num_seqs=6, num_gpu_blocks_override=10), LONG)
     events: list[object] = list(run_trial(spec))
     stage = next(event for event in events if isinstance(event, StageRecord))
     assert stage.num_preemptions is not None

@@ -80,6 +80,7 @@ _BLOCK_PART = "kv_block"
 
 _SCRAPE_INTERVAL_S = 0.2
 _SCRAPE_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 10.0
 
 Number = TypeVar("Number", int, float)
 
@@ -214,13 +215,20 @@ class Scraper:
         if self._connection is not None:
             self._connection.abort()
 
-    async def scrape(self) -> MetricsSnapshot | None:
-        """Scrape now; None where the engine does not answer within two seconds."""
+    async def scrape_end(self) -> MetricsSnapshot | None:
+        """Scrape at an end of a window, and once more if that fails: without it no counter of the stage is known.
+
+        None where the engine does not answer within ten seconds, which a machine out of breath may need for a page.
+        """
+        return await self.scrape(timeout_s=_END_TIMEOUT_S) or await self.scrape(timeout_s=_SCRAPE_TIMEOUT_S)
+
+    async def scrape(self, *, timeout_s: float = _SCRAPE_TIMEOUT_S) -> MetricsSnapshot | None:
+        """Scrape now; None where the engine does not answer in time."""
         async with self._busy:
             try:
                 if self._connection is None or not self._connection.is_open:
                     self._connection = await connect(self._endpoint)
-                text = await fetch_text(self._connection, self._endpoint, "/metrics", timeout_s=_SCRAPE_TIMEOUT_S)
+                text = await fetch_text(self._connection, self._endpoint, "/metrics", timeout_s=timeout_s)
             except OSError:
                 return None
         snapshot = parse_snapshot(text, self._names, at_s=perf_counter() - self._origin_s)

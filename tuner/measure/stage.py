@@ -111,14 +111,14 @@ class _Watch:
         stopped = None if self._spec.has_an_end else await self._warm_up()
         check_prompt_lengths(self._log)
         num_users_through, is_filled = self._first_wave(0.0)[0], self._is_filled()
-        before = None if stopped else await self._scraper.scrape()
+        before = None if stopped else await self._scraper.scrape_end()
         cpu_before, cpu_from_s = await asyncio.to_thread(cpu_times, self._root_pid), self._log.now_s()
         warm_s = 0.0 if self._spec.has_an_end else self._log.now_s()
         ended_by = stopped or await self._measure(warm_s)
         span = Window(warm_s, max(self._log.now_s(), warm_s + 1e-3))
         window, before = (span, before) if self._spec.has_an_end else self._settled(span, before)
         cpu_after, cpu_to_s = await asyncio.to_thread(cpu_times, self._root_pid), self._log.now_s()
-        after = None if ended_by == "stalled" else await self._scraper.scrape()
+        after = None if ended_by == "stalled" else await self._scraper.scrape_end()
         if ended_by == "time" and self._never_moved(warm_s):
             ended_by = "stalled"
         return Seen(

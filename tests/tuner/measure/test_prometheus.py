@@ -120,6 +120,23 @@ async def test_the_scraper_survives_a_server_that_goes_away() -> None:
     assert len(scraper.samples) == 1
 
 
+class _Once(dict[str, tuple[int, str]]):
+    """Pages that are served once."""
+
+    def __getitem__(self, path: str) -> tuple[int, str]:
+        return self.pop(path)
+
+
+async def test_an_end_of_a_window_is_asked_for_twice() -> None:
+    """One lost answer there would leave preemptions and cache hits of the whole stage unknown."""
+    async with running_stub(Behaviour()) as stub:
+        stub.pages = _Once({"/metrics": (503, "")})
+        scraper = Scraper(stub.endpoint, origin_s=0.0)
+        assert await scraper.scrape_end() is not None
+        stub.pages = _Once({"/metrics": (503, "")})
+        assert await scraper.scrape() is None
+
+
 def test_an_engine_with_names_of_its_own_is_read_by_them() -> None:
     """Requests of an engine that is not vLLM are counted under its names; what has no name there is not told."""
     page = "llamacpp:requests_processing 3\nllamacpp:requests_deferred 5\nvllm:num_requests_running 9\n"
