@@ -126,7 +126,7 @@ class Vllm(Tool):
 
     def __init__(self, python: Path, tokenizer: Path) -> None:
         self._python = python
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def prepare(self) -> str:
         """Only looks: an environment with vLLM takes minutes and gigabytes."""
@@ -149,7 +149,7 @@ class Vllm(Tool):
                 "--model",
                 MODEL,
                 "--tokenizer",
-                str(self._tokenizer),
+                str(self.tokenizer),
             ),
             *("--dataset-name", "random", "--random-input-len", str(PROMPT_TOKENS)),
             *("--random-output-len", str(load.output_tokens), "--num-prompts", str(load.num_requests), *load_flags),
@@ -185,7 +185,7 @@ class GuideLlm(Tool):
 
     def __init__(self, cache: Path, tokenizer: Path) -> None:
         self._folder = cache / "guidellm"
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     @property
     def executable(self) -> Path:
@@ -206,7 +206,7 @@ class GuideLlm(Tool):
             *(str(self.executable), "run", "--disable-console"),
             *("--backend", f"kind=openai_http,target={url},model={MODEL}", "--profile", profile, "--data", data),
             *("--constraint", f"kind=max_requests,count={load.num_requests}"),
-            *("--tokenizer", f"kind=huggingface_auto,model={self._tokenizer}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={self.tokenizer}"),
             *("--output", f"kind=json,path={out / 'result.json'}"),
         ]
 
@@ -240,7 +240,7 @@ class AiPerf(Tool):
 
     def __init__(self, cache: Path, tokenizer: Path) -> None:
         self._folder = cache / "aiperf"
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def prepare(self) -> str:
         """Its own environment."""
@@ -265,7 +265,7 @@ class AiPerf(Tool):
             *(
                 "--streaming",
                 "--tokenizer",
-                str(self._tokenizer),
+                str(self.tokenizer),
                 "--use-server-token-count",
                 "--use-legacy-max-tokens",
             ),

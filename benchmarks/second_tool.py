@@ -1,8 +1,9 @@
 """The same engine measured by `kneetune bench` and by GuideLLM, in turn: do their figures agree?
 
-    python benchmarks/second_tool.py --cache FOLDER [--rounds 3] [--loads 1,4,16] [--rates 4] [--seconds 20]
+    python benchmarks/second_tool.py --cache FOLDER [--rounds 3] [--loads 1,4] [--rates 4] [--seconds 20] [--model DIR]
 
-One built-in engine serves both; each round goes ours, theirs or theirs, ours. Lengths are drawn alike by both: users
+One built-in engine serves both, on one core, and they run on the others: a client that takes its time on the engine's
+core would slow what it measures. Each round goes ours, theirs or theirs, ours. Lengths are drawn alike by both: users
 with answers of one length march in step. GuideLLM is given the engine's own tokenizer and in every round another seed.
 Its `inter_token_latency_ms` is the mean gap of each request, which others call TPOT.
 
@@ -33,12 +34,12 @@ from load_tools import GuideLlm
 
 from tuner.measure.latency import student_t_975
 
-MODEL = "embedded"
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 96), (16, 48)
 """Least and most, all between them equally likely. Unit: tokens."""
 
+SERVED = "model"
 ROOT = Path(__file__).parents[1]
-TOKENIZER = ROOT / "engine" / "models" / MODEL
+EMBEDDED = ROOT / "engine" / "models" / "embedded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,15 @@ def main() -> None:
     parser.add_argument("--loads", default="", help="users at once: 1,4,16")
     parser.add_argument("--rates", default="", help="Poisson arrivals, requests/s: 2,8")
     parser.add_argument("--seconds", type=int, default=20, help="of each stage")
+    parser.add_argument("--model", type=Path, default=EMBEDDED, help="a folder with weights and a tokenizer")
     parser.add_argument("--law", help="a simulated executor's law: no client can slow an engine that needs no CPU")
     options = parser.parse_args()
-    guidellm = GuideLlm(options.cache.resolve(), TOKENIZER)
+    guidellm = GuideLlm(options.cache.resolve(), options.model.resolve())
     print(f"GuideLLM {guidellm.prepare()}", file=sys.stderr)
     loads = [Load("users", float(load)) for load in options.loads.split(",") if load]
     loads += [Load("requests/s", float(rate)) for rate in options.rates.split(",") if rate]
     found: dict[tuple[str, Load], list[Figures]] = {}
-    with tempfile.TemporaryDirectory() as folder, _engine(options.law) as url:
+    with tempfile.TemporaryDirectory() as folder, _engine(guidellm.tokenizer, options.law) as url:
         for number in range(options.rounds):
             for load in loads:
                 for tool in ("kneetune", "GuideLLM") if number % 2 == 0 else ("GuideLLM", "kneetune"):
@@ -97,11 +99,14 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _engine(law: str | None) -> Iterator[str]:
-    command = [sys.executable, "-m", "engine", "serve", MODEL, "--port", "0", "--max-num-seqs", "64"]
-    command += ["--no-enable-prefix-caching"]
+def _engine(model: Path, law: str | None) -> Iterator[str]:
+    command = [sys.executable, "-m", "engine", "serve", str(model), "--port", "0", "--max-num-seqs", "64"]
+    command += ["--served-model-name", SERVED, "--no-enable-prefix-caching"]
     command += ["--device-memory", "1G"] if law is None else ["--executor", "simulated", "--law", law]
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[:1])
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
+    os.sched_setaffinity(0, cpus[1:] or cpus)
     try:
         assert process.stderr is not None  # noqa: S101 - a pipe was asked for
         ready = next(json.loads(line) for line in process.stderr if line.startswith('{"event": "ready"'))
@@ -168,10 +173,10 @@ def _theirs(url: str, load: Load, seconds: int, out: Path, guidellm: GuideLlm, *
     profile = f"kind=concurrent,streams={load.value:g}" if is_closed else f"kind=poisson,rate={load.value:g}"
     command = [
         *(str(guidellm.executable), "run", "--disable-console"),
-        *("--backend", f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions"),
+        *("--backend", f"kind=openai_http,target={url},model={SERVED},request_format=/v1/completions"),
         *("--profile", profile, "--data", data, "--seed", f"kind=static,value={seed}"),
         *("--constraint", f"kind=max_duration,seconds={seconds}"),
-        *("--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={guidellm.tokenizer}"),
         *("--output", f"kind=json,path={out / 'result.json'}"),
     ]
     environment = os.environ | dict(guidellm.environment())
