@@ -21,7 +21,7 @@ from tuner.answer import Slo
 from tuner.load.log import LoadLog
 from tuner.measure import latency, saturation, steady
 from tuner.measure.latency import Window
-from tuner.measure.rate_judgement import arrivals_in, is_settled
+from tuner.measure.rate_judgement import arrivals_in, far_bounds, is_settled
 from tuner.records import Estimate, RequestRecord
 
 NO_LIMIT_MS = 1e12
@@ -97,9 +97,13 @@ def measured(queue: Queue, rate_rps: float, limit_s: float | None, longest_s: fl
     times_s = [record.intended_s for record in ended]
     seen = arrivals_in(log, window, times_s)
     ttft = [1e3 * latency.ttft_s(record) for record in sorted(inside, key=latency.by_time)]
+    sent_rps = min(rate_rps, seen.sent_rps)
     return RateStage(
         rate_rps=rate_rps,
-        shown_rps=min(rate_rps, seen.sent_rps) * seen.share_shown,
+        shown_rps=sent_rps * seen.share_shown,
+        sent_rps=sent_rps,
+        ttft_p95_far_ms=far_bounds(inside, window, num_states=seen.num_states).ttft_p95_ms,
+        itl_p95_far_ms=0.0,
         ttft_p95_ms=latency.dependent_percentile(ttft, 0.95),
         itl_p95_ms=Estimate(value=0.0, low=0.0, high=0.0, num_samples=len(inside)),
         oversaturated=grows,

@@ -190,6 +190,12 @@ class StageRecord(EngineFigures):
     """The rate that an open loop's figures speak for: the lower of offered and sent, less what too few such looks leave
     open (`tuner.measure.shown_rate`)."""
 
+    ttft_p95_far_ms: float | None = None
+    """An upper bound of the p95 at the whole of the lower rate, for limits far away (`tuner.measure.far_bound`)."""
+
+    itl_p95_far_ms: float | None = None
+    """Likewise of ITL."""
+
     thinks: bool = False
     """Whether its users pause between requests, so that fewer are in flight than there are users."""
 

@@ -58,6 +58,9 @@ def rate_stages(stages: Sequence[StageRecord], slo: Slo) -> list[RateStage]:
         RateStage(
             rate_rps=stage.load,
             shown_rps=stage.load if stage.shown_rps is None else stage.shown_rps,
+            sent_rps=stage.load if stage.sent_rps is None else min(stage.load, stage.sent_rps),
+            ttft_p95_far_ms=stage.ttft_p95_far_ms,
+            itl_p95_far_ms=stage.itl_p95_far_ms,
             ttft_p95_ms=stage.ttft_p95_ms,
             itl_p95_ms=stage.itl_p95_ms,
             oversaturated=stage.ended_by == "oversaturated",
@@ -83,12 +86,12 @@ def safe_rate_found(stages: Sequence[StageRecord], slo: Slo) -> SafeRateFigure |
     rated = [stage for stage in stages if stage.kind is StageKind.RATE]
     each = rate_stages(rated, slo)
     found = highest_safe(each, slo)
-    if found.stage is None:
+    if found.stage is None or found.rate_rps is None:
         return None
     of = rated[next(index for index, stage in enumerate(each) if stage is found.stage)]
     return SafeRateFigure(
-        value=found.stage.shown_rps,
-        low=found.stage.shown_rps,
+        value=found.rate_rps,
+        low=found.rate_rps,
         high=found.not_shown_rps,
         num_samples=of.num_completed,
         offered_rps=of.load,

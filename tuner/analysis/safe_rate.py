@@ -2,7 +2,8 @@
 
 What a stage tells of its rate is one of four things, and only two of them are evidence:
 
-- *safe*: no queue that grows, and the upper bounds of both p95s are inside the limits.
+- *safe*: no queue that grows, and the upper bounds of both p95s are inside the limits; where these are far away, the
+  far bounds, which speak for the whole rate that was sent.
 - *over*: a p95 as seen is above its limit. A higher rate is then never called safe, however lucky its stage.
 - *open*: neither. The search goes below it, but a higher rate that was shown to be safe stands: p95s rise with the
   rate, so that what is shown above holds below.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tuner.answer import Slo
@@ -50,10 +51,17 @@ class RateStage:
     shown_rps: float
     """The rate its figures speak for: never above what was offered, nor what was sent (`StageRecord.shown_rps`)."""
 
+    sent_rps: float
+    """The lower of the rates that were offered and sent."""
+
     ttft_p95_ms: Estimate
     itl_p95_ms: Estimate
     oversaturated: bool
     """Whether requests in flight kept growing: its p95s would be worse the longer it went on."""
+
+    ttft_p95_far_ms: float | None = None
+    itl_p95_far_ms: float | None = None
+    """Upper bounds at the rate that was sent, for limits far away; None: too little was seen for one."""
 
     valid: bool = True
     given_up: bool = False
@@ -67,16 +75,14 @@ class SafeRate:
     stage: RateStage | None
     """The one that shows the most; None where no rate was shown to be safe."""
 
+    rate_rps: float | None
+    """The highest rate shown to be safe."""
+
     not_shown_rps: float | None
     """The lowest rate offered above it that was not shown to be safe; None where there is none."""
 
     next_rps: float | None
     """Where one more stage says most; None where the search is over."""
-
-    @property
-    def rate_rps(self) -> float | None:
-        """The highest rate shown to be safe."""
-        return None if self.stage is None else self.stage.shown_rps
 
 
 def told(stage: RateStage, slo: Slo) -> Told:
@@ -86,8 +92,16 @@ def told(stage: RateStage, slo: Slo) -> Told:
     pairs = ((stage.ttft_p95_ms, slo.ttft_p95_ms), (stage.itl_p95_ms, slo.itl_p95_ms))
     if stage.oversaturated or any(figure.value > limit for figure, limit in pairs):
         return Told.OVER
-    is_shown = all(figure.high is not None and figure.high <= limit for figure, limit in pairs)
-    return Told.SAFE if is_shown and stage.shown_rps > 0 else Told.OPEN
+    return Told.SAFE if _shown_rps(stage, slo) > 0 else Told.OPEN
+
+
+def _shown_rps(stage: RateStage, slo: Slo) -> float:
+    """The rate that a stage inside the limits shows to be safe; 0 where it shows none."""
+    far = ((stage.ttft_p95_far_ms, slo.ttft_p95_ms), (stage.itl_p95_far_ms, slo.itl_p95_ms))
+    if all(bound is not None and bound <= limit for bound, limit in far):
+        return stage.sent_rps
+    near = ((stage.ttft_p95_ms.high, slo.ttft_p95_ms), (stage.itl_p95_ms.high, slo.itl_p95_ms))
+    return stage.shown_rps if all(bound is not None and bound <= limit for bound, limit in near) else 0.0
 
 
 def safe_rate(
@@ -125,7 +139,7 @@ def safe_rate(
     given_up = [stage.rate_rps for stage in stages if stage.given_up and stage.rate_rps > (safe_rps or 0.0)]
     above = min([*given_up, *([] if found.not_shown_rps is None else [found.not_shown_rps])], default=None)
     next_rps = _next(safe_rps, above, (floor_rps, ceiling_rps), relative_step)
-    return SafeRate(stage=found.stage, not_shown_rps=found.not_shown_rps, next_rps=next_rps)
+    return replace(found, next_rps=next_rps)
 
 
 def highest_safe(stages: Sequence[RateStage], slo: Slo) -> SafeRate:
@@ -133,8 +147,10 @@ def highest_safe(stages: Sequence[RateStage], slo: Slo) -> SafeRate:
     safe = _safe(stages, slo)
     highest = max((stage.rate_rps for stage in safe), default=0.0)
     tried = [stage.rate_rps for stage in stages if told(stage, slo) in (Told.OVER, Told.OPEN)]
+    best = max(safe, key=lambda stage: _shown_rps(stage, slo), default=None)
     return SafeRate(
-        stage=max(safe, key=lambda stage: stage.shown_rps, default=None),
+        stage=best,
+        rate_rps=None if best is None else _shown_rps(best, slo),
         not_shown_rps=min((rate for rate in tried if rate > highest), default=None),
         next_rps=None,
     )

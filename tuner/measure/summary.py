@@ -15,7 +15,7 @@ from tuner.measure.memory import memory_figures
 from tuner.measure.others import FEWEST_SCRAPES, foreign_ended, foreign_in_flight
 from tuner.measure.past_fence import is_past_fence
 from tuner.measure.prometheus import MetricsSnapshot, Number, increase
-from tuner.measure.rate_judgement import arrivals_in
+from tuner.measure.rate_judgement import arrivals_in, far_bounds
 from tuner.measure.spec import StageSpec, Target
 from tuner.measure.validity import Evidence, invalid_reasons
 from tuner.records import EndedBy, Estimate, RequestRecord, StageRecord, StepFigures
@@ -96,7 +96,7 @@ def summarise(
         loop=spec.workload.loop,
         thinks=spec.workload.thinks,
         fenced=False,
-        **_arrivals(spec, log, window, records),
+        **_arrivals(spec, log, window, records, completed),
         workload_hash=spec.workload.hash,
         warm_up_s=window.start_s,
         transient_s=seen.transient_s,
@@ -158,16 +158,23 @@ def _steps(seen: Seen) -> StepFigures | None:
 
 
 def _arrivals(
-    spec: StageSpec, log: LoadLog, window: Window, records: Sequence[RequestRecord]
-) -> dict[str, float | int]:
+    spec: StageSpec,
+    log: LoadLog,
+    window: Window,
+    records: Sequence[RequestRecord],
+    completed: Sequence[RequestRecord],
+) -> dict[str, float | int | None]:
     """What an open loop really sent and which rate that speaks for, by the fields of `StageRecord`."""
     if spec.workload.loop != "open":
         return {}
     seen = arrivals_in(log, window, [record.intended_s for record in records])
+    far = far_bounds(completed, window, num_states=seen.num_states)
     return {
         "sent_rps": seen.sent_rps,
         "num_states": seen.num_states,
         "shown_rps": min(spec.load, seen.sent_rps) * seen.share_shown,
+        "ttft_p95_far_ms": far.ttft_p95_ms,
+        "itl_p95_far_ms": far.itl_p95_ms,
     }
 
 

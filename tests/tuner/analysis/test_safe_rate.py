@@ -23,6 +23,7 @@ def _stage(rate: float, true_rate: float) -> RateStage:
     return RateStage(
         rate_rps=rate,
         shown_rps=rate,
+        sent_rps=rate,
         ttft_p95_ms=estimate(ttft, spread=0.08),
         itl_p95_ms=estimate(20),
         oversaturated=rate > 2 * true_rate,
@@ -112,13 +113,32 @@ def test_the_rate_named_is_the_one_its_stage_speaks_for() -> None:
     assert found.next_rps == pytest.approx(math.sqrt(50 * 60))
 
 
+def test_limits_far_away_take_no_interval() -> None:
+    """25 a second with a p95 of 28 ms against 500 was called open for its few samples, and half the rate was named."""
+    few = replace(_stage(25, 90), ttft_p95_ms=Estimate(value=28, num_samples=31), shown_rps=20.0, sent_rps=24.6)
+    far = replace(few, ttft_p95_far_ms=120.0, itl_p95_far_ms=40.0)
+
+    assert [told(stage, SLO) for stage in (few, far)] == [Told.OPEN, Told.SAFE]
+    assert safe_rate([far], SLO, ceiling_rps=60).rate_rps == 24.6
+    for not_far in (replace(far, ttft_p95_far_ms=501.0), replace(far, itl_p95_far_ms=None)):
+        assert told(not_far, SLO) is Told.OPEN
+    assert told(replace(far, oversaturated=True), SLO) is Told.OVER
+
+
+def test_what_is_shown_near_the_limit_stays_what_it_was() -> None:
+    """A far bound above the limit takes nothing from an interval inside it."""
+    near = replace(_stage(25, 30), shown_rps=20.0, ttft_p95_far_ms=900.0, itl_p95_far_ms=900.0)
+
+    assert safe_rate([near], SLO, ceiling_rps=60).rate_rps == 20.0
+
+
 def test_invalid_stages_say_nothing_and_are_paid_for() -> None:
     """A stage the client spoilt moves no bound, but the search still ends."""
     spoilt = replace(_stage(8, 9), valid=False)
 
     assert safe_rate([spoilt], SLO, ceiling_rps=10).next_rps == 8
     assert safe_rate([spoilt] * MOST_STAGES, SLO, ceiling_rps=10) == SafeRate(
-        stage=None, not_shown_rps=None, next_rps=None
+        stage=None, rate_rps=None, not_shown_rps=None, next_rps=None
     )
 
 
