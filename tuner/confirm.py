@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from tuner.analysis.combine import ratio
 from tuner.analysis.noise import launch_noise
-from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, judge_burst
+from tuner.analysis.profiles import ProductionChoice
+from tuner.analysis.protective import ProtectiveCandidate, judge_burst, next_candidate
 from tuner.analysis.rates import RateSearch
 from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective, ConfirmedRate, stages_of
 from tuner.answer import Slo
@@ -19,7 +20,13 @@ from tuner.job import TuningJob
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.launches import Launches
 from tuner.oom_lessons import ruled_out
-from tuner.planning import MAX_PROTECTIVE_LAUNCHES, SAFE_RATE_STAGES, SAFE_RATE_STEP, safe_rate_s
+from tuner.planning import (
+    MAX_PROTECTIVE_LAUNCHES,
+    PROTECTIVE_CHOICE,
+    SAFE_RATE_STAGES,
+    SAFE_RATE_STEP,
+    safe_rate_s,
+)
 from tuner.records import Estimate, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import RunStore, read_requests
 from tuner.wording import config_text
@@ -138,17 +145,20 @@ def measure_safe_rate(
 def try_protective(
     candidates: Sequence[ProtectiveCandidate], *, burst_load: int, slo: Slo, launches: Launches, store: RunStore
 ) -> tuple[ConfirmedProtective | None, list[str]]:
-    """Hit candidates with the burst, best first, until one holds; a few launches at the most.
+    """Hit candidates with the burst, best first: two, so that there is a choice, and one more where neither held.
 
     Returns:
-        The first that held, else the one of highest goodput, None where none could be measured; and what went wrong
-        with those that failed, a sentence each.
+        Of those that held the one of highest goodput under the burst, else of all; None where none could be measured;
+        and what went wrong with those that failed, a sentence each.
     """
     tried: list[ConfirmedProtective] = []
     setbacks: list[str] = []
-    for number, candidate in enumerate(candidates[:MAX_PROTECTIVE_LAUNCHES]):
-        begun = launches.has_begun(TrialRole.CONFIRM_PROTECTIVE, candidate.config)
-        if number > 0 and launches.is_time_up() and not begun:
+    launched: list[tuple[EngineConfig, bool]] = []
+    while len(launched) < (PROTECTIVE_CHOICE if any(held for _, held in launched) else MAX_PROTECTIVE_LAUNCHES):
+        candidate = next_candidate(candidates, launched)
+        if candidate is None:
+            break
+        if launched and launches.is_time_up() and not _has_begun(candidate, launches):
             launches.note("the job's time is up: no further protective candidate is tried")
             break
         trial, stage = _launch(candidate, burst_load, slo, launches)
@@ -156,14 +166,18 @@ def try_protective(
             said = trial.outcome.detail if trial.outcome.outcome == "failed" else "its burst was not measured"
             setbacks.append(f"a protective candidate failed in trial {trial.number}: {said}")
             launches.note(setbacks[-1])
+            launched.append((candidate.config, False))
             continue
         burst = judge_burst(stage, read_requests(store.trial_directory(trial.number), stage), slo)
-        confirmed = ConfirmedProtective(candidate=candidate, trial=trial, burst=burst)
-        if burst.passed:
-            return confirmed, setbacks
-        tried.append(confirmed)
-        launches.note(f"the protective candidate of trial {trial.number} did not hold: {'; '.join(burst.reasons)}")
-    return max(tried, key=lambda each: each.burst.goodput_rps, default=None), setbacks
+        tried.append(ConfirmedProtective(candidate=candidate, trial=trial, burst=burst))
+        launched.append((candidate.config, burst.passed))
+        if not burst.passed:
+            launches.note(f"the protective candidate of trial {trial.number} did not hold: {'; '.join(burst.reasons)}")
+    return max(tried, key=lambda each: (each.burst.passed, each.burst.goodput_rps), default=None), setbacks
+
+
+def _has_begun(candidate: ProtectiveCandidate, launches: Launches) -> bool:
+    return launches.has_begun(TrialRole.CONFIRM_PROTECTIVE, candidate.config)
 
 
 def _launch(

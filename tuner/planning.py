@@ -20,8 +20,11 @@ CONFIRMATION_LAUNCHES = 6
 CONFIRMATION_STAGES = 2
 """The operating point and twice its load."""
 
-MAX_PROTECTIVE_LAUNCHES = 2
-"""Candidates for the protective profile that are tried with the burst, one launch each."""
+PROTECTIVE_CHOICE = 2
+"""Candidates for the protective profile that are hit with the burst, one launch each, so that there is a choice."""
+
+MAX_PROTECTIVE_LAUNCHES = 3
+"""So many where none held."""
 
 PROTECTIVE_STAGES = 2
 """The operating point and the burst."""

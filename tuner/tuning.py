@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tuner.analysis.explanation import Wanted
-from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, run_verdict
+from tuner.analysis.profiles import ProductionChoice, choose_production, run_verdict
+from tuner.analysis.protective import choose_protective
 from tuner.analysis.recommendation import Confirmations, recommend, refutation
 from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, Slo
 from tuner.confirm import confirm_production, measure_safe_rate, try_protective
@@ -164,7 +165,13 @@ def _protect(
     """Add the protective profile: hit with long prompts at twice the knee, or at twice the first candidate's fence."""
     choice = confirmations.choice
     ceiling = defaults if choice is None else choice.config
-    chosen = choose_protective(ceiling, searched, slo, burst_tokens=job.burst.longest_request_tokens())
+    chosen = choose_protective(
+        ceiling,
+        searched,
+        slo,
+        burst_tokens=job.burst.longest_request_tokens(),
+        production_tokens_per_s=0.0 if choice is None else choice.stage.output_throughput.value,
+    )
     candidates = [
         candidate
         for candidate in chosen

@@ -1,4 +1,4 @@
-"""Choosing: the production profile, candidates for the protective one, and the run's verdict."""
+"""Choosing the production profile, and the run's verdict."""
 
 from __future__ import annotations
 
@@ -8,36 +8,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tuner import wording
-from tuner.analysis.capacity import is_inside
 from tuner.analysis.fence import ladder_knee
 from tuner.analysis.graph_grid import stages_to_stand_on
 from tuner.analysis.noise import launch_noise, widened
 from tuner.analysis.pareto import overlap, smaller_first
 from tuner.analysis.slo import (
-    KV_HEADROOM,
     complies,
-    keeps_headroom,
     least_violating_stage,
     operating_point,
     violations,
 )
-from tuner.answer import BurstEvidence, KneeFinding, LadderVerdict, RunVerdict, Slo
+from tuner.answer import KneeFinding, LadderVerdict, RunVerdict, Slo
 from tuner.engine_config import EngineConfig
 from tuner.oom_lessons import ShareCeiling
 from tuner.records import (
     CLIMB_KINDS,
-    EngineFacts,
-    Estimate,
     Failed,
     Measured,
-    RequestRecord,
     StageRecord,
     TrialRecord,
     TrialRole,
 )
-
-MEANINGFUL_CUT = 0.8
-"""A parameter is meaningfully lower at this share of the ceiling's or less."""
 
 WORTH_A_LAUNCH = 0.03
 """Share of the throughput that a tie may give up unexamined; where the search saw more, both are measured again."""
@@ -56,16 +47,6 @@ class ProductionChoice:
     evidence: tuple[str, ...]
     rival: ProductionChoice | None = None
     """The larger setting that gave the most where this one was taken as within noise of it: a close call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProtectiveCandidate:
-    """A smaller config that was measured, and what each cut is for."""
-
-    trial: int
-    stage: StageRecord
-    config: EngineConfig
-    cuts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +71,7 @@ def choose_production(
         slo: limits on the operating point.
         ceiling: a share that no choice goes above; None where no higher one ran out of memory.
     """
-    pinned = [choice for trial, measured in _studied(trials) if (choice := _pinned(trial, measured, slo)) is not None]
+    pinned = [choice for trial, measured in studied(trials) if (choice := _pinned(trial, measured, slo)) is not None]
     choices = pinned if ceiling is None else [_below_ceiling(choice, ceiling) for choice in pinned]
     if not choices:
         return None
@@ -105,88 +86,6 @@ def choose_production(
     return replace(smallest, rival=most) if given_up > WORTH_A_LAUNCH else smallest
 
 
-def choose_protective(
-    ceiling: EngineConfig,
-    trials: Sequence[TrialRecord],
-    slo: Slo,
-    *,
-    burst_tokens: int | None = None,
-) -> list[ProtectiveCandidate]:
-    """Measured configs below the ceiling, best first: no parameter above it, sequences or budget at least 20 % below.
-
-    A stage at load L answers for the fence L of its trial's config. A smaller share is only taken with fewer sequences.
-    First come those whose KV blocks hold the burst, then those whose stage met the SLO with headroom, then those that
-    cut both sequences and budget, then by throughput.
-
-    Args:
-        ceiling: production's config, or the defaults where there is no production.
-        trials: any trials; only measured study trials count.
-        slo: limits, for the order.
-        burst_tokens: prompt and output tokens of the burst's longest request; None where the burst is not known.
-    """
-    ranked = []
-    for trial, measured in _studied(trials):
-        for stage in _open_stages(stages_to_stand_on(measured)):
-            config = _below(ceiling, trial.config, min(stage.users, trial.config.fence))
-            if config is None:
-                continue
-            order = (
-                not _holds(config, measured.facts, burst_tokens),
-                not (complies(stage, slo) and keeps_headroom(stage)),
-                not (config.max_num_seqs < ceiling.max_num_seqs and _meaningful_budget_cut(config, ceiling)),
-                -stage.output_throughput.value,
-                *smaller_first(config),
-                trial.number,
-                stage.index,
-            )
-            cuts = _cuts(config, ceiling)
-            ranked.append((order, ProtectiveCandidate(trial=trial.number, stage=stage, config=config, cuts=cuts)))
-    ranked.sort(key=lambda entry: entry[0])
-    first_of_each: dict[tuple[int, int, float], ProtectiveCandidate] = {}
-    for _, candidate in ranked:
-        first_of_each.setdefault(smaller_first(candidate.config), candidate)
-    return list(first_of_each.values()) or _halved_budget(ceiling, trials)
-
-
-def judge_burst(stage: StageRecord, requests: Sequence[RequestRecord], slo: Slo) -> BurstEvidence:
-    """What the burst did. It is passed without preemption or failure, with p95 ITL inside the SLO and KV headroom.
-
-    Unknown figures fail. p95 TTFT over its limit is said among the reasons but does not fail: without admission valves
-    TTFT at twice the knee's load is time spent in the queue, which says nothing about the setting. Goodput counts it.
-    """
-    usage = stage.kv_cache_usage_peak
-    over = violations(stage, slo)
-    failures = [
-        (not stage.valid, f"the stage is invalid: {'; '.join(stage.invalid_reasons)}"),
-        (stage.is_unknown("num_preemptions"), "preemptions are unknown"),
-        ((stage.num_preemptions or 0) > 0, f"{stage.num_preemptions} preemptions"),
-        (stage.num_failed > 0, f"{stage.num_failed} requests failed: {stage.first_error}"),
-        (stage.num_completed == 0, "no request was completed"),
-        (over["itl_p95"] > 0, _over("p95 ITL", stage.itl_p95_ms, slo.itl_p95_ms)),
-        (stage.is_unknown("kv_cache_usage_peak"), "peak KV use is unknown"),
-        (usage is not None and usage > 1 - KV_HEADROOM, f"KV use peaked at {usage or 0.0:.0%}: under 5 % is left"),
-    ]
-    reasons = [reason for failed, reason in failures if failed]
-    passed = not reasons
-    if over["ttft_p95"] > 0:
-        reasons.append(f"{_over('p95 TTFT', stage.ttft_p95_ms, slo.ttft_p95_ms)}: requests queue")
-    good = sum(is_inside(request, slo) for request in requests if not request.warm_up)
-    return BurstEvidence(
-        load=stage.load,
-        num_completed=stage.num_completed,
-        num_failed=stage.num_failed,
-        num_rejected=stage.num_rejected,
-        num_preemptions=stage.num_preemptions,
-        ttft_p95_ms=stage.ttft_p95_ms,
-        itl_p95_ms=stage.itl_p95_ms,
-        goodput_rps=good / stage.measured_s if stage.measured_s > 0 else 0.0,
-        kv_cache_usage_peak=usage,
-        not_applicable=stage.not_applicable,
-        passed=passed,
-        reasons=tuple(reasons),
-    )
-
-
 def run_verdict(trials: Sequence[TrialRecord], production: ProductionChoice | None, slo: Slo | None) -> RunFinding:
     """The run's verdict and one sentence of reason.
 
@@ -195,7 +94,7 @@ def run_verdict(trials: Sequence[TrialRecord], production: ProductionChoice | No
         production: what `choose_production` answered.
         slo: limits in force; None where no ladder gave any.
     """
-    measured = [(trial, outcome) for trial, outcome in _studied(trials) if _open_stages(outcome.stages)]
+    measured = [(trial, outcome) for trial, outcome in studied(trials) if open_stages(outcome.stages)]
     if not measured:
         return _nothing_feasible(trials)
     if production is not None and production.knee.verdict is LadderVerdict.KNEE:
@@ -207,13 +106,15 @@ def run_verdict(trials: Sequence[TrialRecord], production: ProductionChoice | No
     return _unresolved(measured)
 
 
-def _studied(trials: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, Measured]]:
+def studied(trials: Sequence[TrialRecord]) -> Iterator[tuple[TrialRecord, Measured]]:
+    """Those the search measured."""
     for trial in trials:
         if trial.role is TrialRole.STUDY and isinstance(trial.outcome, Measured):
             yield trial, trial.outcome
 
 
-def _open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
+def open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
+    """The valid stages of a ladder at which all that wanted to run did."""
     return [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in CLIMB_KINDS]
 
 
@@ -243,70 +144,6 @@ def _below_ceiling(choice: ProductionChoice, ceiling: ShareCeiling) -> Productio
     config = choice.config.model_copy(update={"gpu_memory_utilization": most})
     lowered = f"gpu_memory_utilization {asked:g} lowered to {most:g}: {ceiling.reason}"
     return replace(choice, config=config, evidence=(*choice.evidence, lowered))
-
-
-def _below(ceiling: EngineConfig, measured: EngineConfig, load: int) -> EngineConfig | None:
-    """The measured config with its fence at `load`, if that makes it a protective one under the ceiling."""
-    tuned = {
-        "max_num_seqs": load,
-        "max_num_active_seqs": None,
-        "max_num_batched_tokens": measured.max_num_batched_tokens,
-        "gpu_memory_utilization": measured.gpu_memory_utilization,
-    }
-    config = ceiling.model_copy(update=tuned)
-    same_otherwise = measured.model_copy(update={**tuned, "max_model_len": ceiling.max_model_len}) == config
-    within = all(mine <= limit for mine, limit in zip(smaller_first(config), smaller_first(ceiling), strict=True))
-    fewer = load <= MEANINGFUL_CUT * ceiling.max_num_seqs
-    share_alone = config.share < ceiling.share and load == ceiling.max_num_seqs
-    lower = (fewer or _meaningful_budget_cut(config, ceiling)) and not share_alone
-    return config if same_otherwise and within and lower else None
-
-
-def _meaningful_budget_cut(config: EngineConfig, ceiling: EngineConfig) -> bool:
-    return config.max_num_batched_tokens <= MEANINGFUL_CUT * ceiling.max_num_batched_tokens
-
-
-def _holds(config: EngineConfig, facts: EngineFacts, burst_tokens: int | None) -> bool:
-    """Whether a full batch of the burst's longest requests fits the KV blocks with headroom; unknown counts as yes."""
-    if burst_tokens is None or facts.num_gpu_blocks is None or facts.block_size is None:
-        return True
-    # Of a trace, what is longer than the context is not sent.
-    longest = min(burst_tokens, facts.max_model_len)
-    needed = config.max_num_seqs * math.ceil(longest / facts.block_size)
-    return needed <= (1 - KV_HEADROOM) * facts.num_gpu_blocks
-
-
-def _halved_budget(ceiling: EngineConfig, trials: Sequence[TrialRecord]) -> list[ProtectiveCandidate]:
-    """Where nothing smaller was measured (production at load 1): half the budget, with the stage above it as a hint."""
-    budget = max(ceiling.max_num_seqs, ceiling.max_num_batched_tokens // 2)
-    scheduled = min(budget, ceiling.max_num_scheduled_tokens or budget)
-    cut = {"max_num_batched_tokens": budget, "max_num_scheduled_tokens": scheduled if scheduled < budget else None}
-    config = ceiling.model_copy(update=cut)
-    if not _meaningful_budget_cut(config, ceiling):
-        return []
-    stages = [
-        (abs(stage.load - ceiling.max_num_seqs), trial.number, stage)
-        for trial, measured in _studied(trials)
-        for stage in _open_stages(measured.stages)
-    ]
-    if not stages:
-        return []
-    _, trial_number, stage = min(stages, key=lambda entry: (entry[0], entry[1], entry[2].index))
-    return [ProtectiveCandidate(trial=trial_number, stage=stage, config=config, cuts=_cuts(config, ceiling))]
-
-
-def _cuts(config: EngineConfig, ceiling: EngineConfig) -> tuple[str, ...]:
-    """Each parameter below the ceiling's and the failure it answers."""
-    pairs = [
-        ("max_num_batched_tokens", "long prompts stall decoding, and a smaller budget shortens each stall"),
-        ("max_num_seqs", "KV pressure: fewer sequences hold fewer KV blocks and are not preempted"),
-        ("gpu_memory_utilization", "out of memory: a smaller share, with fewer sequences, leaves the device room"),
-    ]
-    return tuple(
-        f"{name} {getattr(ceiling, name):g} to {getattr(config, name):g}: {why}"
-        for name, why in pairs
-        if getattr(ceiling, name) is not None and getattr(config, name) < getattr(ceiling, name)
-    )
 
 
 def _resolved(production: ProductionChoice) -> str:
@@ -347,7 +184,7 @@ def _infeasible(measured: Sequence[tuple[TrialRecord, Measured]], slo: Slo) -> R
         f"trial {number} at load {stage.load} comes closest, with p95 TTFT {_figure(stage.ttft_p95_ms.value)} of "
         f"{slo.ttft_p95_ms:.4g} ms and p95 ITL {_figure(stage.itl_p95_ms.value)} of {slo.itl_p95_ms:.4g} ms"
     )
-    stages = [stage for _, outcome in measured for stage in _open_stages(outcome.stages)]
+    stages = [stage for _, outcome in measured for stage in open_stages(outcome.stages)]
     if not any(
         stage.ttft_p95_ms.value <= slo.ttft_p95_ms and stage.itl_p95_ms.value <= slo.itl_p95_ms for stage in stages
     ):
@@ -369,16 +206,16 @@ def _unresolved(measured: Sequence[tuple[TrialRecord, Measured]]) -> RunFinding:
     verdicts = {trial.number: _finding(trial, outcome).verdict for trial, outcome in measured}
     counts = Counter(verdicts.values())
     open_ended = counts[LadderVerdict.NOT_REACHED] + counts[LadderVerdict.FENCED]
-    top = max(stage.users for _, outcome in measured for stage in _open_stages(outcome.stages))
+    top = max(stage.users for _, outcome in measured for stage in open_stages(outcome.stages))
     if open_ended:
         way_out = "extend the range" if counts[LadderVerdict.NOT_REACHED] else "raise max_num_seqs"
         reason = f"no knee up to load {top} in {open_ended} of {len(measured)} ladders: {way_out}"
         return RunFinding(verdict=RunVerdict.NOT_REACHED, reason=reason + _invalid_beyond(top, measured))
     if counts[LadderVerdict.ALREADY_SATURATED]:
-        low = min(stage.load for _, outcome in measured for stage in _open_stages(outcome.stages))
+        low = min(stage.load for _, outcome in measured for stage in open_stages(outcome.stages))
         reason = f"already saturated at the lowest load, {low}, in {counts[LadderVerdict.ALREADY_SATURATED]} ladders"
         return RunFinding(verdict=RunVerdict.ALREADY_SATURATED, reason=reason)
-    most = max(len(_open_stages(outcome.stages)) for _, outcome in measured)
+    most = max(len(open_stages(outcome.stages)) for _, outcome in measured)
     reason = f"too few valid stages: {most} on the longest of {len(measured)} ladders, where 5 are needed"
     return RunFinding(verdict=RunVerdict.TOO_FEW_STAGES, reason=reason)
 
@@ -394,13 +231,6 @@ def _invalid_beyond(top: int, measured: Sequence[tuple[TrialRecord, Measured]]) 
 
 def _finding(trial: TrialRecord, outcome: Measured) -> KneeFinding:
     return ladder_knee(outcome.stages, fence=trial.config.fence, num_bootstrap=1)
-
-
-def _over(name: str, measured: Estimate, limit_ms: float) -> str:
-    """Why a p95 does not count as inside its limit: it is over it, or too few samples carry it."""
-    if measured.value <= limit_ms:
-        return f"{name} {_figure(measured.value)} of {limit_ms:.4g} ms rests on {measured.num_samples} samples: too few"
-    return f"{name} {_figure(measured.value)} is over {limit_ms:.4g} ms"
 
 
 def _figure(value: float) -> str:

@@ -10,14 +10,17 @@ from tuner.analysis.combine import operating_point_of, ratio
 from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_of
 from tuner.analysis.no_safe_rate import none_safe
 from tuner.analysis.noise import launch_noise
+from tuner.analysis.not_further import not_further
 from tuner.analysis.pareto import pareto_front
-from tuner.analysis.profiles import ProductionChoice, ProtectiveCandidate, RunFinding
+from tuner.analysis.profiles import ProductionChoice, RunFinding
+from tuner.analysis.protective import LIVABLE, ProtectiveCandidate
 from tuner.analysis.rates import RateSearch, safe_rate_found
 from tuner.analysis.slo import KV_HEADROOM, violations
 from tuner.answer import (
     Baseline,
     BurstEvidence,
     LaunchNoise,
+    OperatingPoint,
     Profile,
     Provenance,
     Recommendation,
@@ -131,8 +134,11 @@ def recommend(
     choice, protective = confirmations.choice, confirmations.protective
     noise = launch_noise(trials)
     production_profile = None if choice is None else _production(choice, confirmations.pair, noise)
-    protective_profile = None if protective is None else _protective(protective, confirmations.pair)
+    protective_profile = None if protective is None else _protective(protective, confirmations.pair, production_profile)
     verdict, reason = _verdict(finding, choice, production_profile, confirmations.setbacks)
+    why_not = None if choice is None or slo is None else not_further(choice, slo)
+    if production_profile is not None and why_not is not None:
+        reason = f"{reason}; {why_not}"
     rate = confirmations.rate
     safe_rate_rps = None if rate is None else safe_rate_found(rate.stages, rate.search.slo)
     diagnosis = diagnosis_of(choice, trials, production_profile, protective_profile, slo, requests.mix)
@@ -242,24 +248,31 @@ def _figures(stages: Sequence[StageRecord]) -> str:
     )
 
 
-def _protective(confirmed: ConfirmedProtective, pair: ConfirmedPair | None) -> Profile:
+def _protective(confirmed: ConfirmedProtective, pair: ConfirmedPair | None, production: Profile | None) -> Profile:
     candidate = confirmed.candidate
+    measured = stages_of([confirmed.trial], StageKind.OPERATING)
+    point = operating_point_of(measured or [candidate.stage])
     evidence = [f"measured by trial {candidate.trial} at load {candidate.stage.load}"]
+    if production is not None:
+        evidence.append(f"it serves {_share_served(point, production):.0%} of production's throughput")
     evidence += [
         f"production under the same burst: {_figures([stage])}, preemptions {preemptions(stage)}"
         for stage in ([] if pair is None else stages_of(pair.production, StageKind.BURST))
     ]
-    measured = stages_of([confirmed.trial], StageKind.OPERATING)
     return Profile(
         name="protective",
         config=candidate.config,
-        operating_point=operating_point_of(measured or [candidate.stage]),
+        operating_point=point,
         trial=candidate.trial,
         confirmed_by=_numbers([confirmed.trial]),
         evidence=tuple(evidence),
         cuts=candidate.cuts,
         burst=confirmed.burst,
     )
+
+
+def _share_served(point: OperatingPoint, production: Profile) -> float:
+    return point.output_throughput.value / production.operating_point.output_throughput.value
 
 
 def _baseline(
@@ -313,6 +326,12 @@ def _warnings(production: Profile | None, protective: Profile | None) -> list[st
         found.append(f"protective did not hold under the burst: {'; '.join(protective.burst.reasons)}")
     if production is not None and protective is None:
         found.append("there is no protective profile")
+    if production is not None and protective is not None:
+        served = _share_served(protective.operating_point, production)
+        if served < LIVABLE:
+            found.append(
+                f"protective serves {served:.0%} of production's throughput: nothing that serves more was shown to hold"
+            )
     return found
 
 

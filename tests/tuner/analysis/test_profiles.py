@@ -10,7 +10,8 @@ import pytest
 from tests.fakes import records
 from tests.tuner.analysis.curves import DOUBLING, climbed
 from tuner.analysis.graph_grid import is_on_grid
-from tuner.analysis.profiles import ProductionChoice, choose_production, choose_protective, judge_burst, run_verdict
+from tuner.analysis.profiles import ProductionChoice, choose_production, run_verdict
+from tuner.analysis.protective import choose_protective, judge_burst
 from tuner.answer import LadderVerdict, RunVerdict, Slo
 from tuner.engine_config import EngineConfig
 from tuner.records import (
