@@ -9,7 +9,7 @@ LLAMA := .llama
 LLAMA_SERVER := $(LLAMA)/build/bin/llama-server
 
 .DEFAULT_GOAL := help
-.PHONY: help tune test test-vllm test-llama check format clean
+.PHONY: help tune test test-vllm test-llama check format clean kernels-report
 
 help: ## List what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ $(LLAMA_SERVER): $(STAMP)
 
 test-llama: $(STAMP) $(LLAMA_SERVER) ## Run the tests on llama.cpp's server: ten minutes to build on two cores (needs cmake, a compiler)
 	$(BIN)/python -m pytest -m llama tests/contracts
+
+kernels-report: $(STAMP) ## Compile every kernel for sm_80 and sm_90 without a GPU, and refresh docs/kernels.md
+	$(BIN)/python -m benchmarks.kernels_report
 
 check: $(STAMP) ## Lint, types and the rooms' import contracts
 	$(BIN)/ruff check .

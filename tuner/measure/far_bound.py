@@ -22,7 +22,7 @@ from tuner.measure.latency import Floats
 from tuner.measure.shown_rate import CONFIDENCE, ENOUGH_STATES, QUANTILE
 
 FEWEST_LOOKS = 10
-MARGIN = 2.0
+MARGIN = 2.5
 
 
 def far_bound(values: Sequence[float] | Floats, sizes: Sequence[int] | None = None, *, num_looks: int) -> float | None:

@@ -1,0 +1,61 @@
+"""What every shipped kernel takes of the chips it is shipped for: `python -m benchmarks.kernels_report`, no GPU needed.
+
+Writes docs/kernels.md, and ends with 1 where a kernel spills registers or wants more shared memory than the chip has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from kernels import kv_write, rms_norm, rope, silu_mul
+from kernels.ahead_of_time import CHIPS, compiled
+from kernels.variants import Variant
+
+KERNELS = (rms_norm, rope, silu_mul, kv_write)
+PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+
+HEAD = f"""# What the kernels take of a chip
+
+Made by `make kernels-report`: each kernel in each dtype and tile that is shipped, compiled ahead of time by Triton
+{version("triton")} for {" and ".join(chip.name for chip in CHIPS)}. No GPU was needed, and none was used: these are the
+compiler's figures, no times. Registers are a thread's; spilled are bytes of its local memory, which is slow; shared
+memory is a program's.
+"""
+
+
+def main() -> int:
+    """Compile, write the page, name what does not fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    page: Path = parser.parse_args().page
+    faults: list[str] = []
+    lines = [HEAD]
+    for module in KERNELS:
+        lines.append(f"## {module.__name__.removeprefix('kernels.')}\n")
+        lines += _table(module.shipped(), faults)
+    page.write_text("\n".join(lines), encoding="utf-8")
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _table(variants: Iterator[Variant], faults: list[str]) -> Iterator[str]:
+    chips = "".join(f" {chip.name}: registers | spilled | shared |" for chip in CHIPS)
+    yield f"| kernel | warps |{chips}"
+    yield "| --- | --- |" + " --- | --- | --- |" * len(CHIPS)
+    for variant in variants:
+        taken = [compiled(variant, chip) for chip in CHIPS]
+        for chip, each in zip(CHIPS, taken, strict=True):
+            if each.spilled_bytes or each.shared_bytes > chip.shared_bytes:
+                faults.append(f"{variant.name} does not fit {chip.name}: {each}")
+        cells = "".join(f" {each.registers} | {each.spilled_bytes} | {each.shared_bytes} |" for each in taken)
+        yield f"| {variant.name} | {variant.num_warps} |{cells}"
+    yield ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Compile kernels for a chip that is not there, and read what they take of it.
+
+Registers, spills and shared memory decide how many programs share an SM, and whether a kernel can be launched at all.
+Triton compiles for a named target without a driver; `cuobjdump` of its own package tells what the result takes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.variants import Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A target and its limits."""
+
+    name: str
+    capability: int
+    shared_bytes: int
+    """Shared memory that one program may take at the most (CUDA C programming guide, technical specifications)."""
+
+
+CHIPS = (
+    Chip(name="sm_80", capability=80, shared_bytes=163 * 1024),
+    Chip(name="sm_90", capability=90, shared_bytes=227 * 1024),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one compiled kernel takes of a chip."""
+
+    registers: int
+    """Of each thread."""
+
+    spilled_bytes: int
+    """Of each thread: local memory and stack, where registers did not suffice."""
+
+    shared_bytes: int
+    """Of each program."""
+
+
+def compiled(variant: Variant, chip: Chip) -> Taken:
+    """Compile a variant for a chip.
+
+    Raises:
+        triton.errors.TritonError: where it cannot be compiled for it.
+    """
+    absent = {name: value for name, value in variant.constants.items() if value is None}
+    signature = dict(variant.signature) | dict.fromkeys(variant.constants, "constexpr")
+    # In the order of the kernel's arguments, as Triton numbers them.
+    signature = {name: signature[name] for name in variant.kernel.arg_names}
+    source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constants) | absent)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", chip.capability, 32), options=options)
+    usage = _resource_usage(kernel.asm["cubin"])
+    return Taken(
+        registers=usage["REG"],
+        spilled_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=kernel.metadata.shared,
+    )
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """`REG`, `STACK`, `LOCAL` and more of the only kernel of a binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(Path(file.name))]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+)(?:\[\d+\])?:(\d+)", told)}
+    return {"REG": usage["REG"], "STACK": usage.get("STACK", 0), "LOCAL": usage.get("LOCAL", 0)}

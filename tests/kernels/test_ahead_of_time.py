@@ -1,0 +1,33 @@
+"""Kernels compile for chips that are not here; in a process of its own, as the one here interprets them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import kernels
+
+LOOK = """
+from kernels import kv_write, rms_norm, rope, silu_mul
+from kernels.ahead_of_time import CHIPS, compiled
+for module in (kv_write, rms_norm, rope, silu_mul):
+    taken = compiled(next(iter(module.shipped())), CHIPS[-1])
+    assert 16 <= taken.registers <= 255, taken
+    assert taken.spilled_bytes == 0, taken
+    assert taken.shared_bytes <= CHIPS[-1].shared_bytes, taken
+    print(module.__name__)
+"""
+
+
+def test_each_kernel_compiles_for_a_chip_without_spilling() -> None:
+    """What only a GPU's owner would find out: a kernel that does not compile, or crawls for want of registers."""
+    done = subprocess.run([sys.executable, "-c", LOOK], check=False, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4
+
+
+def test_the_kernels_are_ours() -> None:
+    """Hugging Face has a package of the same name, which its transformers looks for."""
+    assert kernels.__doc__ is not None
+    assert "engine computes with" in kernels.__doc__
