@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from kernels import kv_write, rms_norm, rope, silu_mul
+from kernels import kv_write, paged_attention, rms_norm, rope, sample, silu_mul
 from kernels.ahead_of_time import CHIPS, compiled
 from kernels.variants import Variant
 
-KERNELS = (rms_norm, rope, silu_mul, kv_write)
+KERNELS = (rms_norm, rope, silu_mul, kv_write, paged_attention, sample)
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 
 HEAD = f"""# What the kernels take of a chip

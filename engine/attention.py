@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kv_cache import LayerKv
 from kernels.cpu_attention import AttentionPlan, cpu_attention, plan_attention
-from kernels.reference import kv_write, paged_attention
+from kernels.dispatch import kv_write, paged_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

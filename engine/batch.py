@@ -77,6 +77,7 @@ class BatchBuffers:
         self._context_lens = StagedBuffer((max_num_seqs,), torch.int32, device)
         self._query_starts = StagedBuffer((max_num_seqs + 1,), torch.int32, device)
         self._sampled_rows = StagedBuffer((max_num_seqs,), torch.int64, device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +86,9 @@ class BatchBuffers:
 
     def fill(self, plan: StepPlan) -> Batch:
         """Lay a plan out as tensors; the previous batch's are overwritten."""
+        if self._sent is not None:
+            # A step that samples nothing waits for nothing: its copies may not have left the host yet.
+            self._sent.synchronize()
         scheduled = sorted(plan.scheduled, key=lambda item: (len(item.token_ids), item.start))
         num_requests, num_tokens = len(scheduled), plan.num_scheduled_tokens
         lens = np.fromiter((len(item.token_ids) for item in scheduled), np.int64, num_requests)
@@ -103,7 +107,7 @@ class BatchBuffers:
         self._token_ids.array[:num_tokens] = np.fromiter(ids, np.int64, num_tokens)
         sampling = [index for index, item in enumerate(scheduled) if item.samples]
         self._sampled_rows.array[: len(sampling)] = query_starts[1:][sampling] - 1
-        return Batch(
+        batch = Batch(
             token_ids=self._token_ids.send(num_tokens),
             positions=self._positions.send(num_tokens),
             attention=AttentionInputs(
@@ -115,6 +119,9 @@ class BatchBuffers:
             sampled_rows=self._sampled_rows.send(len(sampling)),
             sampled=tuple(scheduled[index] for index in sampling),
         )
+        if self._sent is not None:
+            self._sent.record()
+        return batch
 
     def _fill_block_tables(self, scheduled: Sequence[ScheduledRequest]) -> int:
         """Write each request's block ids into its row; returns the columns in use. What is beyond is never read."""

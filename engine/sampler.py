@@ -16,7 +16,8 @@ from torch import Tensor
 from engine.batch import StagedBuffer
 from engine.request import SamplingParams
 from engine.step import ScheduledRequest, StepResult, TokenLogprobs
-from kernels.reference import penalise, sample, sample_likely
+from kernels.dispatch import sample, sample_likely
+from kernels.reference import penalise
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by less overflows float32 (vLLM: `_SAMPLING_EPS`; there, those between 0

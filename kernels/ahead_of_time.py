@@ -35,6 +35,18 @@ CHIPS = (
 )
 
 
+MULTIPLES_OF_16 = frozenset(
+    {
+        *("x_outer_stride", "x_inner_stride", "residual_outer_stride", "residual_inner_stride", "row_size"),
+        *("x_token_stride", "x_head_stride", "half", "token_stride", "size"),
+        *("key_token_stride", "key_head_stride", "value_token_stride", "value_head_stride"),
+        *("query_token_stride", "query_head_stride", "cache_block_stride", "cache_slot_stride", "cache_head_stride"),
+        *("block_size", "head_size"),
+    }
+)
+"""Arguments that are such in a launch on a real model, as all addresses are: loads are as wide as that allows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """What one compiled kernel takes of a chip."""
@@ -55,11 +67,14 @@ def compiled(variant: Variant, chip: Chip) -> Taken:
     Raises:
         triton.errors.TritonError: where it cannot be compiled for it.
     """
-    absent = {name: value for name, value in variant.constants.items() if value is None}
     signature = dict(variant.signature) | dict.fromkeys(variant.constants, "constexpr")
     # In the order of the kernel's arguments, as Triton numbers them.
     signature = {name: signature[name] for name in variant.kernel.arg_names}
-    source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constants) | absent)
+    aligned = [
+        index for index, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name in MULTIPLES_OF_16
+    ]
+    attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
+    source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constants), attrs=attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", chip.capability, 32), options=options)
     usage = _resource_usage(kernel.asm["cubin"])

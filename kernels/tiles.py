@@ -95,27 +95,37 @@ class AttentionTile:
         return self.rows // group
 
 
-def attention_tile(*, head_size: int, group: int, itemsize: int, is_decode: bool) -> AttentionTile:
+def attention_tile(*, head_size: int, group: int, itemsize: int, is_decode: bool, is_fp8: bool) -> AttentionTile:
     """Of paged attention: a decode has one query a request, a prompt as many as the matrix unit likes.
+
+    As large as compiles for sm_80 and sm_90 without spilling (docs/kernels.md): float32 has no matrix unit that keeps
+    its precision, and float8 is widened in registers.
 
     Args:
         head_size: of keys and values.
         group: query heads that share one key/value head.
-        itemsize: bytes of a query's number; float32 takes twice the shared memory.
+        itemsize: bytes of a query's number.
         is_decode: whether no request has more than one query.
+        is_fp8: whether the cache is.
     """
     columns = next_power_of_2(head_size)
-    fewest = max(FEWEST_ROWS_OF_A_DOT, next_power_of_2(group))
-    rows = fewest if is_decode else max(fewest, 64 if columns <= 128 else 32)
+    rows = max(FEWEST_ROWS_OF_A_DOT, next_power_of_2(group))
+    is_wide = columns > 128
     if itemsize == 4:
-        rows = fewest if columns > 128 else max(fewest, rows // 2)
-    keys = 64 if columns <= 128 and itemsize <= 2 else 32
+        return AttentionTile(
+            rows=rows,
+            keys=16,
+            columns=columns,
+            num_warps=16 if is_wide else 8,
+            num_stages=1 if is_wide and is_fp8 else 2,
+        )
+    if is_decode:
+        keys = (16 if is_fp8 else 32) if is_wide else 64
+        num_warps = 8 if is_fp8 else 4
+        return AttentionTile(rows=rows, keys=keys, columns=columns, num_warps=num_warps, num_stages=2 if is_wide else 3)
+    rows = max(rows, 32 if is_wide else 64)
     return AttentionTile(
-        rows=rows,
-        keys=keys,
-        columns=columns,
-        num_warps=4 if rows * columns <= 64 * 128 else 8,
-        num_stages=3 if is_decode and itemsize <= 2 and columns <= 128 else 2,
+        rows=rows, keys=32 if is_wide else 64, columns=columns, num_warps=4 if is_wide else 8, num_stages=2
     )
 
 

@@ -18,7 +18,7 @@ from engine.kv_cache import KvCache, LayerKv
 from engine.models.config import ModelConfig
 from engine.models.rope import Rope
 from engine.models.weights import LayerWeights, ModelWeights
-from kernels.reference import add_rms_norm, gelu_tanh_mul, rms_norm, rotary_embedding, silu_mul
+from kernels.dispatch import add_rms_norm, gelu_tanh_mul, rms_norm, rotary_embedding, silu_mul
 
 _GATED = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
 
