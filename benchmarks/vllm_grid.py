@@ -187,7 +187,7 @@ def _climbed(
         endpoint=Endpoint.from_url(running.base_url),
         model=name,
         max_model_len=ours.facts.max_model_len,
-        root_pid=running.launch.pid,
+        root_pid=running.pid,
         memory=ours.memory,
         not_applicable=grid.adapter.not_applicable,
     )

@@ -313,7 +313,7 @@ def _climb(spec: TrialSpec, engine: RunningEngine, ours: OurEngine) -> Iterator[
         model=served_model_name(spec),
         max_model_len=facts.max_model_len,
         # The processes of a simulated engine say nothing about its device's memory.
-        root_pid=None if facts.simulated else engine.launch.pid,
+        root_pid=None if facts.simulated else engine.pid,
         memory=ours.memory,
         metrics=_adapter(spec).metrics,
         not_applicable=_adapter(spec).not_applicable,

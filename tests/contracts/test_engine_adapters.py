@@ -77,7 +77,7 @@ def running(under_test: EngineUnderTest, tmp_path_factory: pytest.TempPathFactor
 
 
 def _processes(running: Running) -> list[psutil.Process]:
-    root = psutil.Process(running.engine.launch.pid)
+    root = psutil.Process(running.engine.pid)
     return [root, *root.children(recursive=True)]
 
 

@@ -120,10 +120,11 @@ def _kill(victim: str, driver: psutil.Popen, run: Path) -> bool:
         launch = read_launch(run / "trials" / f"{unfinished[0].number:04d}") if unfinished else None
         if launch is None:
             return False
-        engine = psutil.Process(launch.pid)
-        if engine.create_time() != launch.create_time:
+        keeper = psutil.Process(launch.pid)
+        if keeper.create_time() != launch.create_time:
             return False
-        (engine if victim == "engine" else psutil.Process(engine.ppid())).kill()
+        for process in keeper.children()[:1] if victim == "engine" else [psutil.Process(keeper.ppid())]:
+            process.kill()
     except psutil.NoSuchProcess:
         return False
     return True

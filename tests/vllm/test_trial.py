@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,9 +45,52 @@ def _record(events: list[object]) -> TrialRecord:
     return trial
 
 
+TOLD_WITHIN_S = 5.0
+"""Of the engine's death its kind of failure is known."""
+
+
+class _DeathWatch(threading.Thread):
+    """Notes when the engine of a trial's directory has died."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(daemon=True)
+        self._directory = directory
+        self._over = threading.Event()
+        self.died_s: float | None = None
+
+    def run(self) -> None:
+        """Look a hundred times a second."""
+        server: psutil.Process | None = None
+        while not self._over.wait(0.01):
+            if server is None:
+                server = _server(self._directory)
+            elif not server.is_running() or server.status() == psutil.STATUS_ZOMBIE:
+                self.died_s = time.perf_counter()
+                return
+
+    def seconds_since(self) -> float:
+        """Since its death; it must have died."""
+        told_s = time.perf_counter()
+        self.join(1.0)
+        self._over.set()
+        assert self.died_s is not None
+        return told_s - self.died_s
+
+
+def _server(directory: Path) -> psutil.Process | None:
+    """The process that speaks HTTP; None while there is none."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launch = read_launch(directory)
+        return None if launch is None else next(iter(psutil.Process(launch.pid).children()), None)
+    return None
+
+
 def _failure(spec: TrialSpec) -> Failed:
-    """What comes of a trial that measures nothing; nothing of it is left."""
+    """What comes of a trial that measures nothing, soon after the engine has died; nothing of it is left."""
+    watch = _DeathWatch(spec.directory)
+    watch.start()
     events: list[object] = list(run_trial(spec))
+    assert watch.seconds_since() < TOLD_WITHIN_S
     assert not any(isinstance(event, StageRecord) for event in events)
     failed = _record(events).outcome
     assert isinstance(failed, Failed)
@@ -156,18 +202,21 @@ def test_a_value_that_did_not_reach_the_server_ends_the_trial(
 
 def _after_the_first_stage(spec: TrialSpec, number: signal.Signals) -> TrialRecord:
     """The record of a trial whose computing process gets a signal when its first stage has ended."""
+    watch = _DeathWatch(spec.directory)
+    watch.start()
     events: Iterator[object] = run_trial(spec)
     next(event for event in events if isinstance(event, StageRecord))
     _computes(spec.directory).send_signal(number)
-    return _record(list(events))
+    record = _record(list(events))
+    assert watch.seconds_since() < TOLD_WITHIN_S
+    return record
 
 
 def _computes(directory: Path) -> psutil.Process:
     """The process behind the one that speaks HTTP that has used the CPU most."""
-    launch = read_launch(directory)
-    assert launch is not None
-    behind = psutil.Process(launch.pid).children(recursive=True)
-    return max(behind, key=lambda process: process.cpu_times().user)
+    server = _server(directory)
+    assert server is not None
+    return max(server.children(recursive=True), key=lambda process: process.cpu_times().user)
 
 
 def test_a_core_that_is_killed_ends_the_trial_as_crashed(make_spec: MakeSpec) -> None:

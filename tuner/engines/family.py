@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import psutil
 
+from tuner.engines.supervisor import ORPHAN_GRACE_S
 from tuner.frozen import Record
 
 MARK = "KNEETUNE_LAUNCH"
@@ -19,9 +20,6 @@ MARK = "KNEETUNE_LAUNCH"
 
 TERM_GRACE_S = 10.0
 """What the first process gets to end by itself, and its workers with it. Unit: seconds."""
-
-ORPHAN_GRACE_S = 2.0
-"""What is left after that gets from SIGTERM to SIGKILL. Unit: seconds."""
 
 _KILL_S = 10.0
 _POLL_S = 0.02
@@ -32,7 +30,7 @@ _EARLY_S = 0.05
 class Launch(Record):
     """What names a launch for ever: its first process by pid and start time (a pid alone is used again), and its mark.
 
-    The first process leads a session of its own.
+    The first process, which keeps the engine (`supervisor.py`), leads a session of its own.
     """
 
     pid: int
@@ -102,7 +100,7 @@ def _belongs(process: psutil.Process, launch: Launch) -> bool:
 
 
 def end(launch: Launch, known: Iterable[psutil.Process] = (), *, grace_s: float = TERM_GRACE_S) -> None:
-    """End every process of the launch: TERM to the first and its group, then to what that leaves, then KILL.
+    """End every process of the launch: TERM to the first, which passes it on, then to what that leaves, then KILL.
 
     Args:
         known: members seen before.

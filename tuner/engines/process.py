@@ -16,15 +16,16 @@ import urllib.request
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, cast
 
 import psutil
 
-from tuner.engines import child
-from tuner.engines.family import MARK, TERM_GRACE_S, Launch, end, leader, living, new_mark, write_launch
+from tuner.engines import supervisor
+from tuner.engines.family import MARK, TERM_GRACE_S, Launch, end, is_alive, leader, living, new_mark, write_launch
 from tuner.redaction import redacted
 
-EXIT_S = 2.0
-"""Between a process's death and its exit code, at the most. Unit: seconds."""
+EXIT_S = 2 * supervisor.ORPHAN_GRACE_S
+"""Between an engine's death and its exit code, at the most: what it has left is ended first. Unit: seconds."""
 
 POLL_S = 0.05
 """Between two looks at a starting engine. Unit: seconds."""
@@ -51,6 +52,9 @@ class RunningEngine:
     """A process we started, on its way up or up."""
 
     launch: Launch
+    pid: int
+    """Its own first process, a child of the launch's, which keeps it and is no part of its figures."""
+
     base_url: str
     log_path: Path
     process: subprocess.Popen[bytes]
@@ -59,14 +63,14 @@ class RunningEngine:
     """Every process of it, as seen when it was ready: a first process that died since cannot name its children."""
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs."""
-        return leader(self.launch) is not None
+        """Whether its first process still runs. What keeps it lives longer: it ends what the engine has left."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            first = psutil.Process(self.pid)
+            return leader(self.launch) is not None and first.ppid() == self.launch.pid and is_alive(first)
+        return False
 
     def exit_code(self) -> int | None:
-        """Its exit code once it has ended (minus the signal that killed it); None where it does not end.
-
-        One that was killed reads as dead before all its threads are gone, and its code is known.
-        """
+        """Its exit code once it has ended (minus the signal that killed it); None where it does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(EXIT_S)
         return None
@@ -128,28 +132,42 @@ def launched(
     (directory / "command.json").write_text(json.dumps(command, indent=1), encoding="utf-8")
     (directory / "env.json").write_text(json.dumps(recorded_environment(environment), indent=1), encoding="utf-8")
     begun_s, mark = time.perf_counter(), new_mark()
+    keeper = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(exit_grace_s), "--"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-I", child.__file__, str(os.getpid()), "--", *command],
+            [*keeper, *command],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,
+            stderr=log,
             env=environment | {MARK: mark},
             start_new_session=True,
         )
-    engine = RunningEngine(
-        launch=Launch(pid=process.pid, create_time=psutil.Process(process.pid).create_time(), mark=mark),
-        base_url=f"http://127.0.0.1:{port}",
-        log_path=log_path,
-        process=process,
-        begun_s=begun_s,
-    )
+    launch = Launch(pid=process.pid, create_time=psutil.Process(process.pid).create_time(), mark=mark)
+    members: list[psutil.Process] = []
     try:
-        write_launch(directory, engine.launch)
-        yield engine
+        write_launch(directory, launch)
+        yield RunningEngine(
+            launch=launch,
+            pid=_told_pid(process),
+            base_url=f"http://127.0.0.1:{port}",
+            log_path=log_path,
+            process=process,
+            begun_s=begun_s,
+            members=members,
+        )
     finally:
-        end(engine.launch, engine.members, grace_s=exit_grace_s)
+        end(launch, members, grace_s=exit_grace_s)
         process.wait()
+
+
+def _told_pid(process: subprocess.Popen[bytes]) -> int:
+    """The engine's pid, as what keeps it says once it has started it."""
+    with cast("IO[bytes]", process.stdout) as told:
+        pid = told.read()
+    if not pid:
+        exit_code = process.wait()
+        raise EngineStartError(f"the engine was not started, exit code {exit_code}", exit_code=exit_code)
+    return int(pid)
 
 
 def wait_until_ready(

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fakes.processes import HIDES, gone, written_pid
+from tuner.engines.family import living, read_launch
 from tuner.engines.process import (
     EngineStartError,
     RunningEngine,
@@ -150,29 +152,33 @@ def test_a_child_outlives_neither_its_dead_parent_nor_the_trial(tmp_path: Path) 
     assert _gone(child)
 
 
-def test_an_engine_dies_with_the_process_that_launched_it(tmp_path: Path) -> None:
-    """Kill -9 of the worker leaves no engine on the device."""
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "healthy.py").write_text(HEALTHY)
-    launcher = f"""
+LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-from tuner.engines.process import free_port, launched, wait_until_ready
-port = free_port()
-command = [sys.executable, {str(tmp_path / "healthy.py")!r}, str(port)]
-with launched(command, port=port, environment=dict(os.environ), directory=Path({str(tmp_path / "engine")!r})) as engine:
-    list(wait_until_ready(engine, timeout_s=20))
-    print(engine.launch.pid, flush=True)
+from tuner.engines.process import free_port, launched
+command = [sys.executable, "-c", *sys.argv[2:]]
+with launched(command, port=free_port(), environment=dict(os.environ), directory=Path(sys.argv[1]), exit_grace_s=0.5):
     time.sleep(600)
 """
-    worker = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
-    assert worker.stdout is not None
-    pid = int(worker.stdout.readline())
-    assert psutil.pid_exists(pid)
-    worker.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ignored", [(), (signal.SIGTERM,)])
+def test_nothing_of_a_starting_engine_outlives_the_worker_that_launched_it(
+    tmp_path: Path, ignored: tuple[signal.Signals, ...]
+) -> None:
+    """Kill -9 of the worker leaves no process on the device, however it hides and whatever it ignores."""
+    deaf = "".join(f"signal.signal({number:d}, signal.SIG_IGN); " for number in ignored)
+    engine = f"{HIDES}\n{deaf}time.sleep(600)"
+    arguments = [str(tmp_path), engine, str(tmp_path / "hidden"), *map(str, map(int, ignored))]
+    worker = subprocess.Popen([sys.executable, "-c", LAUNCHER, *arguments])
+    hidden = written_pid(tmp_path / "hidden")
+    launch = read_launch(tmp_path)
+    assert launch is not None
+    family = living(launch)
+    assert hidden in family
+    worker.kill()
     worker.wait()
-    worker.stdout.close()
-    assert _gone(pid)
+    assert gone(*family)
 
 
 def test_secrets_are_not_recorded() -> None:
