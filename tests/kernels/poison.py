@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -15,17 +15,36 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative to the larger of 1 and the number: one rounding more than the reference makes."""
 
 
+GUARD = 4096
+"""Numbers before and behind whatever a kernel writes to."""
+
+MARK = 0x5A
+"""What every byte holds that a kernel may not write; unlike a NaN it is told from one."""
+
+
+def guarded(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Callable[[], bool]]:
+    """A tensor of marks between guards, and whether the guards still stand."""
+    count = math.prod(shape)
+    room = torch.full(((count + 2 * GUARD) * dtype.itemsize,), MARK, dtype=torch.uint8)
+    inner = room.view(dtype)[GUARD : GUARD + count].view(*shape)
+    edge = GUARD * dtype.itemsize
+    return inner, lambda: bool((room[:edge] == MARK).all() and (room[-edge:] == MARK).all())
+
+
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """What launchers allocate holds NaN (or the largest integer) until the kernel writes it."""
-    empty = torch.empty
+    """What launchers allocate holds NaN (or the largest integer) until the kernel writes it, and nothing around it."""
+    stand: list[Callable[[], bool]] = []
 
-    def filled(*args: object, **kwargs: object) -> Tensor:
-        tensor: Tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
-        return tensor.fill_(math.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+    def filled(shape: int | Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert device.type == "cpu"
+        inner, stands = guarded([shape] if isinstance(shape, int) else shape, dtype)
+        stand.append(stands)
+        return inner.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
 
     with mock.patch.object(torch, "empty", filled):
         yield
+    assert all(stands() for stands in stand), "written beyond an output"
 
 
 def agree(

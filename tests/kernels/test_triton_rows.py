@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import kv_write, reference, rms_norm, rope, silu_mul
-from tests.kernels.poison import agree, padded
+from tests.kernels.poison import agree, guarded, padded
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -93,11 +94,14 @@ def test_gated_activations(dtype: torch.dtype, size: int) -> None:
     agree(lambda: silu_mul.gelu_tanh_mul(gate_up), lambda: reference.gelu_tanh_mul(gate_up))
 
 
-def _caches(dtype: torch.dtype, *, heads: int, size: int) -> tuple[Tensor, Tensor]:
-    """Seven blocks of sixteen slots, full of NaN."""
-    bits = torch.uint8 if dtype == reference.FP8 else dtype
-    filled = torch.full((2, 7, 16, heads, size), 0x7F if bits == torch.uint8 else math.nan, dtype=bits)
-    return filled[0].view(dtype), filled[1].view(dtype)
+def _written(write: Callable[..., None], dtype: torch.dtype, *arguments: object, shape: tuple[int, int]) -> Tensor:
+    """Both caches' bits after a write: seven blocks of sixteen slots, marks where nothing was written, nor around."""
+    (keys, keys_stand), (values, values_stand) = (guarded((7, 16, *shape), dtype) for _ in range(2))
+    key, value, *others = arguments
+    write(key, value, keys, values, *others)
+    assert keys_stand()
+    assert values_stand()
+    return torch.cat([cache.contiguous().view(torch.uint8).flatten() for cache in (keys, values)])
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, reference.FP8])
@@ -105,28 +109,25 @@ def _caches(dtype: torch.dtype, *, heads: int, size: int) -> tuple[Tensor, Tenso
 def test_a_write_lands_in_its_slot_and_nowhere_else(cache_dtype: torch.dtype, heads: int, size: int) -> None:
     """One number in another request's slot makes that request's answer wrong; float8 is stored to the bit."""
     dtype = torch.float32 if cache_dtype == reference.FP8 else cache_dtype
-    key, value = (padded(_drawn(4, heads, size, dtype=dtype, seed=seed) * 300) for seed in (1, 2))
+    key, value = (padded(_drawn(4, heads, size, dtype=dtype, seed=by) * 300, by=by) for by in (1, 2))
     slots = torch.tensor([111, 0, 16, 47])
     scales = (4.0, 0.5) if cache_dtype == reference.FP8 else (1.0, 1.0)
-    ours, theirs = _caches(cache_dtype, heads=heads, size=size), _caches(cache_dtype, heads=heads, size=size)
+    ours, theirs = (
+        _written(write, cache_dtype, key, value, slots, *scales, shape=(heads, size))
+        for write in (kv_write.kv_write, reference.kv_write)
+    )
 
-    kv_write.kv_write(key, value, *ours, slots, *scales)
-    reference.kv_write(key, value, *theirs, slots, *scales)
-
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(ours, theirs)
 
 
 def test_a_padded_token_is_not_written() -> None:
     """A captured graph has a fixed number of tokens; those that no request has must leave the cache alone."""
     key, value = (_drawn(3, 2, 8, dtype=torch.float32, seed=seed) for seed in (1, 2))
-    ours, theirs = (_caches(torch.float32, heads=2, size=8) for _ in range(2))
+    rest, slots = torch.tensor([0, 2]), torch.tensor([5, -1, 30])
+    ours = _written(kv_write.kv_write, torch.float32, key, value, slots, shape=(2, 8))
+    theirs = _written(reference.kv_write, torch.float32, key[rest], value[rest], slots[rest], shape=(2, 8))
 
-    kv_write.kv_write(key, value, *ours, torch.tensor([5, -1, 30]))
-    reference.kv_write(key[[0, 2]], value[[0, 2]], *theirs, torch.tensor([5, 30]))
-
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(ours, theirs)
 
 
 @settings(max_examples=20, deadline=None)
@@ -135,10 +136,9 @@ def test_float8_is_rounded_as_torch_does(numbers: list[float]) -> None:
     """Subnormals, ties, numbers beyond 448 and zeros of both signs: integer arithmetic gives torch's bits."""
     special = [0.0, -0.0, 448.0, 464.0, 1e30, -1e30, 2**-9, 2**-10, 3 * 2**-10, 2**-6, 0.0156, 17.0, 19.0, math.inf]
     row = torch.tensor([*numbers, *special], dtype=torch.float32).reshape(1, 1, -1)
-    ours, theirs = (_caches(reference.FP8, heads=1, size=row.shape[-1]) for _ in range(2))
+    ours, theirs = (
+        _written(write, reference.FP8, row, -row, torch.tensor([3]), shape=(1, row.shape[-1]))
+        for write in (kv_write.kv_write, reference.kv_write)
+    )
 
-    kv_write.kv_write(row, -row, *ours, torch.tensor([3]))
-    reference.kv_write(row, -row, *theirs, torch.tensor([3]))
-
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(ours, theirs)
