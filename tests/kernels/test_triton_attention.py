@@ -124,6 +124,12 @@ def test_splits_of_a_context_add_up(splits: int, window: int | None) -> None:
         _step([(1, 300), (1, 2), (4, 65)], heads=(4, 2)).agrees(window=window)
 
 
+def test_splits_of_an_odd_head_keep_to_their_columns() -> None:
+    """Heads of 80 lie side by side in tiles of 128: a column too many is the next head's first."""
+    with mock.patch.object(kernel, "num_splits", return_value=2):
+        _step([(1, 70), (2, 40)], heads=(2, 1), size=80).agrees()
+
+
 def test_offsets_beyond_two_thousand_million() -> None:
     """A cache of a large GPU has more numbers than an int32 counts; here its blocks lie far apart and overlap."""
     step = _step([(1, 33), (2, 18)], heads=(2, 1), size=32)
