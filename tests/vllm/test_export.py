@@ -22,6 +22,7 @@ from tuner.engines.vllm_config import parameters
 from tuner.engines.vllm_install import python_of
 from tuner.export.context import ExportContext
 from tuner.export.vllm_yaml import vllm_args, vllm_yaml
+from tuner.inputs import parse_token_count
 from tuner.job import EngineSpec
 
 pytestmark = pytest.mark.vllm
@@ -65,6 +66,20 @@ def _exports(model: str, folder: Path) -> dict[Path, EngineConfig]:
     return written
 
 
+def _parsed(vllm_command: str, model: str, lines: list[list[str]]) -> list[dict[str, Any]]:
+    """What its own parser makes of each command line."""
+    answer = subprocess.run(
+        [python_of(vllm_command, path=None), str(Path(__file__).with_name("parse_exported.py"))],
+        input=json.dumps(lines),
+        env=_environment(model),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    return [json.loads(line) for line in answer.stdout.splitlines()]
+
+
 def _environment(model: str) -> dict[str, str]:
     return VLLM.environment(os.environ, model, EngineSpec(name="vllm"))
 
@@ -78,20 +93,37 @@ def test_its_own_parser_reads_every_file_and_line_to_the_exact_values(
         ["serve", *(("--config", str(path)) if path.suffix == ".yaml" else shlex.split(path.read_text()))]
         for path in exports
     ]
-    answer = subprocess.run(
-        [python_of(vllm_command, path=None), str(Path(__file__).with_name("parse_exported.py"))],
-        input=json.dumps(lines),
-        env=_environment(model),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    for config, said in zip(exports.values(), map(json.loads, answer.stdout.splitlines()), strict=True):
+    for config, said in zip(exports.values(), _parsed(vllm_command, model, lines), strict=True):
         asked = config.model_dump(exclude={"extra_args"}, exclude_none=True)
         assert {name: said[name] for name in asked} == asked
         assert (said["model"], said["seed"], said["generation_config"]) == (model, 7, "vllm")
         assert said["override_generation_config"] == {"temperature": 0.5}
+
+
+def test_what_is_switched_off_is_off_and_lengths_are_read_as_it_reads_them(
+    vllm_command: str, model: str, tmp_path: Path
+) -> None:
+    """It ignores `enable-prefix-caching: false` in a file, where the default is on; and to it 16k is less than 16K."""
+    answer = resolved_run().recommendation
+    assert answer.production is not None
+    lines, sizes = [], ("16k", "16K", "25.6k", "1m", "512")
+    for asked in (True, False):
+        config = answer.production.config.model_copy(update=FIXED | {"enable_prefix_caching": asked})
+        context = ExportContext(
+            profile=answer.production.model_copy(update={"config": config}),
+            recommendation=answer,
+            run="r",
+            model=model,
+            max_model_len=512,
+            served_model_name="tuned model",
+        )
+        path = tmp_path / f"{asked}.yaml"
+        path.write_text(vllm_yaml(context))
+        lines.append(["serve", "--config", str(path)])
+    lines += [["serve", model, "--max-model-len", size] for size in sizes]
+    told = _parsed(vllm_command, model, lines)
+    assert [said["enable_prefix_caching"] for said in told[:2]] == [True, False]
+    assert [said["max_model_len"] for said in told[2:]] == [parse_token_count(size) for size in sizes]
 
 
 def test_a_server_started_from_a_file_runs_with_its_values(vllm_command: str, model: str, tmp_path: Path) -> None:
