@@ -7,6 +7,15 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+with pytest.MonkeyPatch.context() as patch:
+    # Kernels run on a CPU here, interpreted. Triton asks as it is imported, which much that tests import does, and
+    # again for each kernel's file. Processes that tests start are not told.
+    patch.setenv("TRITON_INTERPRET", "1")
+    import triton
+
+triton.knobs.propagate_env = False
+triton.knobs.runtime.interpret = True
+
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 """No property fails for the speed of the machine it is tried on."""
