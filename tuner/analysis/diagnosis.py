@@ -226,7 +226,9 @@ def _step(bend: Bend, facts: EngineFacts | None) -> Finding:
             return Finding(binding=None, evidence=tuple(evidence))
     shares = None if bend.unloaded is None else step_shares(bend.unloaded, past, facts)
     if shares is None:
-        evidence.append("there is no valid stage at load 1 to compare with, so computing and reading cannot be told apart")
+        evidence.append(
+            "there is no valid stage at load 1 to compare with, so computing and reading cannot be told apart"
+        )
         return Finding(binding=None, evidence=tuple(evidence))
     reading = "at most an unknown part" if shares.reading_high is None else f"at most {_part(shares.reading_high)}"
     low, high = _part(shares.compute_low), _part(shares.compute_high)
