@@ -185,7 +185,7 @@ def _launch(
 ) -> tuple[TrialRecord, StageRecord | None]:
     """Measure the candidate's operating point and the burst; None where the engine did not live to its end."""
     steps = (
-        LadderStep(kind=StageKind.OPERATING, load=candidate.stage.users),
+        LadderStep(kind=StageKind.OPERATING, load=candidate.users),
         LadderStep(kind=StageKind.BURST, load=burst_load),
     )
     plan = FixedSteps(steps=steps, request_rate_rps=candidate.stage.request_throughput_rps, slo=slo)

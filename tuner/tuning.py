@@ -179,6 +179,6 @@ def _protect(
     ]
     if not candidates:
         return confirmations
-    burst_load = _burst_load(choice, candidates[0].stage.users)
+    burst_load = _burst_load(choice, candidates[0].users)
     protective, setbacks = try_protective(candidates, burst_load=burst_load, slo=slo, launches=launches, store=store)
     return replace(confirmations, protective=protective, setbacks=(*confirmations.setbacks, *setbacks))

@@ -29,8 +29,18 @@ class ProtectiveCandidate:
 
     trial: int
     stage: StageRecord
+    """The stage that speaks for it: at its fence, or above it where that holds more than the KV blocks do."""
+
+    users: int
+    """The load of its operating point: the stage's, or its fence where that was lowered."""
+
     config: EngineConfig
     cuts: tuple[str, ...]
+
+    @property
+    def least_tokens_per_s(self) -> float:
+        """What it serves at least: throughput bends downwards, so that half the load gives more than half of it."""
+        return self.stage.output_throughput.value * self.users / self.stage.users
 
 
 def choose_protective(
@@ -43,10 +53,10 @@ def choose_protective(
 ) -> list[ProtectiveCandidate]:
     """Measured configs below the ceiling, best first: no parameter above it, sequences or budget at least 20 % below.
 
-    A stage at load L answers for the fence L of its trial's config. A smaller share is only taken with fewer sequences.
-    First come those whose KV blocks hold the burst, then those whose stage met the SLO with headroom, then those that
-    serve at least `LIVABLE` of production's throughput, then those that cut both sequences and budget, then by
-    throughput.
+    A stage at load L answers for the fence L of its trial's config; where its KV blocks hold fewer of the burst's
+    longest requests, for a fence of so many. A smaller share is only taken with fewer sequences. First come those whose
+    KV blocks hold the burst, then those whose stage met the SLO with headroom, then those that serve at least `LIVABLE`
+    of production's throughput, then those that cut both sequences and budget, then by throughput.
 
     Args:
         ceiling: production's config, or the defaults where there is no production.
@@ -58,21 +68,30 @@ def choose_protective(
     ranked = []
     for trial, measured in studied(trials):
         for stage in open_stages(stages_to_stand_on(measured)):
-            config = _below(ceiling, trial.config, min(stage.users, trial.config.fence))
+            fence = min(stage.users, trial.config.fence)
+            held = _most_held(measured.facts, burst_tokens)
+            lowered = fence if held is None else max(1, min(fence, held))
+            config = _below(ceiling, trial.config, lowered)
             if config is None:
                 continue
+            candidate = ProtectiveCandidate(
+                trial=trial.number,
+                stage=stage,
+                users=stage.users if lowered == fence else lowered,
+                config=config,
+                cuts=_cuts(config, ceiling),
+            )
             order = (
-                not _holds(config, measured.facts, burst_tokens),
+                held is not None and config.max_num_seqs > held,
                 not (complies(stage, slo) and keeps_headroom(stage)),
-                stage.output_throughput.value < LIVABLE * production_tokens_per_s,
+                candidate.least_tokens_per_s < LIVABLE * production_tokens_per_s,
                 not (config.max_num_seqs < ceiling.max_num_seqs and _meaningful_budget_cut(config, ceiling)),
-                -stage.output_throughput.value,
+                -candidate.least_tokens_per_s,
                 *smaller_first(config),
                 trial.number,
                 stage.index,
             )
-            cuts = _cuts(config, ceiling)
-            ranked.append((order, ProtectiveCandidate(trial=trial.number, stage=stage, config=config, cuts=cuts)))
+            ranked.append((order, candidate))
     ranked.sort(key=lambda entry: entry[0])
     first_of_each: dict[tuple[int, int, float], ProtectiveCandidate] = {}
     for _, candidate in ranked:
@@ -167,14 +186,13 @@ def _meaningful_budget_cut(config: EngineConfig, ceiling: EngineConfig) -> bool:
     return config.max_num_batched_tokens <= MEANINGFUL_CUT * ceiling.max_num_batched_tokens
 
 
-def _holds(config: EngineConfig, facts: EngineFacts, burst_tokens: int | None) -> bool:
-    """Whether a full batch of the burst's longest requests fits the KV blocks with headroom; unknown counts as yes."""
+def _most_held(facts: EngineFacts, burst_tokens: int | None) -> int | None:
+    """How many of the burst's longest requests fit the KV blocks with headroom; None where that is not known."""
     if burst_tokens is None or facts.num_gpu_blocks is None or facts.block_size is None:
-        return True
+        return None
     # Of a trace, what is longer than the context is not sent.
     longest = min(burst_tokens, facts.max_model_len)
-    needed = config.max_num_seqs * math.ceil(longest / facts.block_size)
-    return needed <= (1 - KV_HEADROOM) * facts.num_gpu_blocks
+    return int((1 - KV_HEADROOM) * facts.num_gpu_blocks) // math.ceil(longest / facts.block_size)
 
 
 def _halved_budget(ceiling: EngineConfig, trials: Sequence[TrialRecord]) -> list[ProtectiveCandidate]:
@@ -193,7 +211,8 @@ def _halved_budget(ceiling: EngineConfig, trials: Sequence[TrialRecord]) -> list
     if not stages:
         return []
     _, trial_number, stage = min(stages, key=lambda entry: (entry[0], entry[1], entry[2].index))
-    return [ProtectiveCandidate(trial=trial_number, stage=stage, config=config, cuts=_cuts(config, ceiling))]
+    cuts = _cuts(config, ceiling)
+    return [ProtectiveCandidate(trial=trial_number, stage=stage, users=stage.users, config=config, cuts=cuts)]
 
 
 def _cuts(config: EngineConfig, ceiling: EngineConfig) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ def _candidates(*configs: EngineConfig) -> list[ProtectiveCandidate]:
     trial = _trial(0)
     stage = trial.outcome.stages[0] if trial.outcome.outcome == "measured" else None
     assert stage is not None
-    return [ProtectiveCandidate(trial=0, stage=stage, config=config, cuts=()) for config in configs]
+    return [ProtectiveCandidate(trial=0, stage=stage, users=stage.users, config=config, cuts=()) for config in configs]
 
 
 def test_one_that_serves_half_comes_before_one_that_cuts_more() -> None:
@@ -38,6 +38,23 @@ def test_one_that_serves_half_comes_before_one_that_cuts_more() -> None:
     assert blind[0].stage.output_throughput.value < LIVABLE * most
     assert best[0].stage.output_throughput.value >= LIVABLE * most
     assert {each.config for each in blind} == {each.config for each in best}
+
+
+def test_a_fence_is_lowered_to_what_the_cache_holds_of_the_burst() -> None:
+    """Four did not fit by a hair, and one was taken, which served a quarter: three fit."""
+    trial = _trial(0)
+    outcome = trial.outcome
+    assert outcome.outcome == "measured"
+    facts = outcome.facts.model_copy(update={"num_gpu_blocks": 194, "block_size": 16, "max_model_len": 2048})
+    trial = trial.model_copy(update={"outcome": outcome.model_copy(update={"facts": facts})})
+    choice = _chosen(trial)
+    most = choice.stage.output_throughput.value
+    candidates = choose_protective(choice.config, [trial], WIDE, burst_tokens=808, production_tokens_per_s=most)
+    best = candidates[0]
+
+    assert max(each.config.max_num_seqs for each in candidates) == best.config.max_num_seqs == best.users == 3
+    assert best.stage.load >= 4
+    assert best.least_tokens_per_s == best.stage.output_throughput.value * 3 / best.stage.load
 
 
 def test_what_is_tried_next_differs_from_what_held_and_is_below_what_did_not() -> None:
