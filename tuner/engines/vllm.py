@@ -79,7 +79,7 @@ class VllmEngine:
                 f"the vLLM {told.version} of {_command(spec)[0]} computes on {told.device}, and {expected} is expected "
                 f"here: name another (engine.command), or the device it has (engine.device: {told.device})"
             )
-        return Installed(version=told.version, defaults=told.defaults, device=told.device)
+        return Installed(version=told.version, defaults=told.defaults, device=told.device, flags=told.flags)
 
     def command(
         self, model: str, config: EngineConfig, spec: EngineSpec, *, port: int, served_model_name: str

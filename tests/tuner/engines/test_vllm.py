@@ -215,6 +215,7 @@ def test_only_what_the_job_fixes_is_asked_about(tmp_path: Path, monkeypatch: pyt
     installed = VLLM.installed(_job("auto", tmp_path))
     assert (installed.version, installed.device) == ("0.32.0", "cpu")
     (question,) = asked
+    assert installed.flags == question.flags  # an export is checked against them
     assert "--max-num-seqs" in question.flags
     assert "--max-num-seqs" not in question.arguments
     assert "--no-enable-prefix-caching" in question.arguments
