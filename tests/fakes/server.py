@@ -98,17 +98,19 @@ class StubEngine:
     """When each request came, by `perf_counter`."""
 
     endpoint: Endpoint = field(default_factory=lambda: Endpoint("127.0.0.1", 0))
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _serving: dict[asyncio.Task[None], asyncio.StreamWriter] = field(default_factory=dict)
     _slots: asyncio.Semaphore | contextlib.nullcontext[None] = field(init=False)
 
     def __post_init__(self) -> None:
         self._slots = contextlib.nullcontext() if self.num_slots is None else asyncio.Semaphore(self.num_slots)
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until it closes."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, known from its first moment: a coroutine here could be cancelled before it began."""
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._serving[task] = writer
+        task.add_done_callback(self._serving.pop)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _read_request(reader)) is not None:
                 path, authorization, body = request
@@ -126,7 +128,6 @@ class StubEngine:
             pass
         finally:
             writer.close()
-            self._tasks.discard(task)
 
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         num_prompt_tokens = self._count(body)
@@ -229,10 +230,15 @@ class StubEngine:
         return "\n".join(lines) + "\n"
 
     async def stop(self) -> None:
-        """End all connections."""
-        for task in list(self._tasks):
+        """End all connections, those that were accepted a moment ago too."""
+        for _ in range(_TURNS_TO_ACCEPT):
+            await asyncio.sleep(0)
+        serving = dict(self._serving)
+        for task, writer in serving.items():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            writer.transport.abort()
+        await asyncio.gather(*serving, return_exceptions=True)
+        await asyncio.gather(*(writer.wait_closed() for writer in serving.values()), return_exceptions=True)
 
 
 @asynccontextmanager
@@ -251,7 +257,7 @@ async def running_stub(
         behave=chosen, preemptions=preemptions, prefix_hit_rate=prefix_hit_rate, prefilling=prefilling, **more
     )
     stub.tokens_per_step = tokens_per_step
-    server = await asyncio.start_server(stub.handle, "127.0.0.1", 0, backlog=1024)
+    server = await asyncio.start_server(stub.serve, "127.0.0.1", 0, backlog=1024)
     stub.endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
     try:
         yield stub
@@ -259,6 +265,9 @@ async def running_stub(
         server.close()
         await stub.stop()
 
+
+_TURNS_TO_ACCEPT = 4
+"""Turns of the event loop between accepting a socket and serving it, and one more."""
 
 _SAID_TOKEN = 77
 """The id of whatever it says."""

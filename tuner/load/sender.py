@@ -209,21 +209,29 @@ class Sender:
         Raises:
             Exception: what a task of the generator died of.
         """
-        now_s = perf_counter()
+        dropped = self._drop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         while self.read_some():
             pass
-        dropped = list(self._in_flight.values())
-        self._in_flight.clear()
-        for draft, exchange, connection in dropped:
-            connection.abort()
-            record = read_completion(exchange, draft.request, origin_s=self.log.origin_s, now_s=now_s)
-            self._keep(draft.request, record)
+        for request, record in dropped:
+            self._keep(request, record)
         for _, connection in self._idle:
             connection.abort()
         self.check()
+
+    def _drop(self) -> list[tuple[PromptRequest, RequestRecord]]:
+        """Abort what is in flight, all in one turn: an answer that ends while tasks stop would send another request."""
+        now_s = perf_counter()
+        in_flight = list(self._in_flight.values())
+        self._in_flight.clear()
+        dropped = []
+        for draft, exchange, connection in in_flight:
+            connection.abort()
+            record = read_completion(exchange, draft.request, origin_s=self.log.origin_s, now_s=now_s)
+            dropped.append((draft.request, record))
+        return dropped
 
     async def _probe_lag(self) -> None:
         due_s = perf_counter()

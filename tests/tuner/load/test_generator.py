@@ -112,6 +112,16 @@ async def test_a_server_that_hangs_up_after_each_answer_loses_no_request() -> No
     assert all(record.sent_s >= record.intended_s for record in ended)
 
 
+async def test_nothing_is_sent_after_the_end() -> None:
+    """An answer that ends while a stage stops would send the next request: the load goes on beneath the next stage."""
+    async with running_stub(Behaviour(hangs_up=True)) as stub:
+        before = asyncio.all_tasks()
+        for _ in range(10):
+            async with loop_on(stub.endpoint, 3) as generator:
+                await until(lambda: len(generator.log.records) >= 12)
+            await until(lambda: asyncio.all_tasks() <= before)
+
+
 async def test_a_server_that_is_not_there_is_a_failure_and_not_hammered() -> None:
     """Two hundred requests "done" at 800 a second because nothing listened is the classic wrong answer."""
     async with running_stub(Behaviour()) as stub:
