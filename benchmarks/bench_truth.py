@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import yaml
 from law_truth import Truth, best_load, closed_loop
-from served import served_embedded
+from served import served
 
 from engine.config import EngineConfig
 from tuner.bench_answer import BenchAnswer
@@ -75,7 +75,7 @@ def _measure(folder: Path, law: Path, time: str) -> BenchAnswer:
     workload = folder / "workload.yaml"
     workload.write_text(yaml.safe_dump(WORKLOAD), encoding="utf-8")
     simulated = ("--executor", "simulated", "--law", str(law), "--max-num-seqs", str(FENCE))
-    with served_embedded(*simulated, "--step-log", str(folder / "steps.jsonl")) as url:
+    with served("embedded", *simulated, "--step-log", str(folder / "steps.jsonl")) as url:
         options = [
             "--workload",
             str(workload),

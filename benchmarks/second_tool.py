@@ -1,6 +1,6 @@
 """The same engine measured by `kneetune bench` and by GuideLLM, in turn: do their figures agree?
 
-    python benchmarks/second_tool.py --cache FOLDER [--rounds 3] [--loads 1,4] [--rates 4] [--seconds 20] [--model DIR]
+    python benchmarks/second_tool.py --cache FOLDER --model DIR [--rounds 3] [--loads 1,4] [--rates 4] [--seconds 20]
 
 One built-in engine serves both, on one core, and they run on the others: a client that takes its time on the engine's
 core would slow what it measures. Each round goes ours, theirs or theirs, ours. Lengths are drawn alike by both: users
@@ -25,21 +25,19 @@ from functools import partial
 from pathlib import Path
 
 from load_tools import GuideLlm
+from served import served
 from tool_figures import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
-    ROOT,
     Figures,
     Load,
     Measure,
-    environment,
     interleaved,
     kneetune_bench,
     table,
 )
 
 SERVED = "model"
-EMBEDDED = ROOT / "engine" / "models" / "embedded"
 
 
 def main() -> None:
@@ -50,7 +48,7 @@ def main() -> None:
     parser.add_argument("--loads", default="", help="users at once: 1,4,16")
     parser.add_argument("--rates", default="", help="Poisson arrivals, requests/s: 2,8")
     parser.add_argument("--seconds", type=int, default=20, help="of each stage")
-    parser.add_argument("--model", type=Path, default=EMBEDDED, help="a folder with weights and a tokenizer")
+    parser.add_argument("--model", type=Path, required=True, help="a folder with weights and a tokenizer")
     parser.add_argument("--law", help="a simulated executor's law: no client can slow an engine that needs no CPU")
     options = parser.parse_args()
     guidellm = GuideLlm(options.cache.resolve(), options.model.resolve())
@@ -69,20 +67,13 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _engine(model: Path, law: str | None) -> Iterator[str]:
-    command = [sys.executable, "-m", "engine", "serve", str(model), "--port", "0", "--max-num-seqs", "64"]
-    command += ["--served-model-name", SERVED, "--no-enable-prefix-caching"]
-    command += ["--device-memory", "1G"] if law is None else ["--executor", "simulated", "--law", law]
+    arguments = ["--max-num-seqs", "64", "--served-model-name", SERVED, "--no-enable-prefix-caching"]
+    arguments += ["--device-memory", "1G"] if law is None else ["--executor", "simulated", "--law", law]
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cpus[:1])
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
-    os.sched_setaffinity(0, cpus[1:] or cpus)
-    try:
-        assert process.stderr is not None  # noqa: S101 - a pipe was asked for
-        ready = next(json.loads(line) for line in process.stderr if line.startswith('{"event": "ready"'))
-        yield f"http://{ready['host']}:{ready['port']}"
-    finally:
-        process.terminate()
-        process.communicate()
+    with served(str(model), *arguments) as url:
+        os.sched_setaffinity(0, cpus[1:] or cpus)
+        yield url
 
 
 def _guidellm(url: str, guidellm: GuideLlm, seconds: int, load: Load, out: Path, seed: int) -> Figures:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import urllib.request
@@ -16,13 +15,12 @@ from typing import Literal, TypeAlias
 
 import pandas as pd
 import yaml
+from served import environment
 
 from tuner.measure.latency import student_t_975
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 96), (16, 48)
 """Least and most, all between them equally likely. Unit: tokens."""
-
-ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +59,6 @@ Measure: TypeAlias = Callable[[Load, Path, int], Figures]
 """Measures a load into an empty folder, in the round of that number."""
 
 Found: TypeAlias = dict[tuple[str, Load], list[Figures]]
-
-
-def environment() -> dict[str, str]:
-    """This tree, whatever is installed."""
-    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def interleaved(url: str, tools: Mapping[str, Measure], loads: Sequence[Load], *, rounds: int, folder: Path) -> Found:

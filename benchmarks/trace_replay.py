@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from served import served_embedded
+from served import served
 
 from tuner.bench_answer import BenchAnswer
 from tuner.load.workload import Workload
@@ -40,7 +40,7 @@ def main() -> None:
     trace = {"format": options.format, "path": str(options.trace.resolve()), "duration": options.duration}
     trace |= {"time_scale": options.time_scale, "sample": options.sample}
     workload = {"trace": trace, "arrivals": {"kind": "trace"}}
-    with tempfile.TemporaryDirectory() as name, served_embedded("--device-memory", "1G") as url:
+    with tempfile.TemporaryDirectory() as name, served("embedded", "--device-memory", "1G") as url:
         folder = Path(name)
         (folder / "trace.yaml").write_text(yaml.safe_dump(workload), encoding="utf-8")
         command = [sys.executable, "-m", "tuner", "bench", url, "--workload", str(folder / "trace.yaml")]
