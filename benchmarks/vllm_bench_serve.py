@@ -98,7 +98,7 @@ def _server(vllm: Path, folder: Path) -> Iterator[str]:
         directory=folder,
         exit_grace_s=adapter.exit_grace_s,
     ) as running:
-        for _ in wait_until_ready(running, timeout_s=engine.start_timeout):
+        for _ in wait_until_ready(running, timeout_s=adapter.start_timeout_s(engine)):
             pass
         yield running.base_url
 

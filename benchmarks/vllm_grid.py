@@ -162,7 +162,7 @@ def _measured(grid: Grid, config: EngineConfig) -> GridPoint:
         with launched(
             command, port=port, environment=environment, directory=folder, exit_grace_s=adapter.exit_grace_s
         ) as running:
-            for _ in wait_until_ready(running, timeout_s=engine.start_timeout):
+            for _ in wait_until_ready(running, timeout_s=adapter.start_timeout_s(engine)):
                 pass
             start_s = time.perf_counter() - running.begun_s
             reading = adapter.read(running.base_url, log=running.log_path)

@@ -53,8 +53,9 @@ class EngineSpec(Record):
     """On a CPU, how many of this machine's CPUs the engine computes on; None leaves it all but the last."""
 
     fixed: FixedParameters = FixedParameters()
-    start_timeout: DurationS = 300.0
-    """How long a launch may take before it counts as failed."""
+    start_timeout: DurationS | None = None
+    """How long a launch may take before it counts as failed; None leaves it to the engine: 5 minutes, for vLLM 10 on a
+    CPU and 30 elsewhere. One that dies is noticed at once: this is for one that hangs."""
 
     @property
     def described(self) -> str:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -242,7 +243,7 @@ def served_model_name(spec: TrialSpec) -> str:
 def _come_up(spec: TrialSpec, engine: RunningEngine) -> Generator[TrialNote, None, float]:
     """Wait until the engine is ready; notes say how far it has come. Returns how long it took, in seconds."""
     adapter, told = _adapter(spec), None
-    starting = wait_until_ready(engine, adapter.health, timeout_s=spec.job.engine.start_timeout)
+    starting = wait_until_ready(engine, adapter.health, timeout_s=adapter.start_timeout_s(spec.job.engine))
     while True:
         try:
             reached = adapter.progress(next(starting))
@@ -271,8 +272,16 @@ def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> 
 def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
     log_path = spec.directory / "engine.log"
     if error.timed_out:
-        return Failed(kind=FailureKind.START_TIMEOUT, detail=f"{error}: give it longer, or see {log_path}")
+        detail = f"{error}{_so_far(spec)}: set a longer one (15m, 1h) or see {log_path} for what it waits for"
+        return Failed(kind=FailureKind.START_TIMEOUT, detail=detail)
     return _last_words(spec, was_ready=False, exit_code=error.exit_code)
+
+
+def _so_far(spec: TrialSpec) -> str:
+    """How far a start has come, where the engine's log says that."""
+    lines = (spec.directory / "engine.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    reached = [words for line in lines if (words := _adapter(spec).progress(line)) is not None]
+    return f", though it {reached[-1]}" if reached else ""
 
 
 def _last_words(spec: TrialSpec, *, was_ready: bool, exit_code: int | None = None) -> Failed:
@@ -331,7 +340,14 @@ def _climb(spec: TrialSpec, engine: RunningEngine, ours: OurEngine) -> Iterator[
         max_model_len=facts.max_model_len,
         caches_prefixes=spec.config.enable_prefix_caching,
     )
-    yield from climb(task, target, kept=spec.kept_stages, directory=spec.directory, goes_on=lambda _: engine.is_alive())
+    yield from climb(task, target, kept=spec.kept_stages, directory=spec.directory, goes_on=partial(_runs_on, engine))
+
+
+def _runs_on(engine: RunningEngine, stages: Sequence[StageRecord]) -> bool:
+    """Whether the engine lives. What speaks HTTP outlives what computes for a moment, and answers with errors then."""
+    if stages and stages[-1].ended_by == "failures":
+        return engine.exit_code() is None
+    return engine.is_alive()
 
 
 def _first_not_reset(stages: Sequence[StageRecord]) -> StageRecord | None:
@@ -341,7 +357,7 @@ def _first_not_reset(stages: Sequence[StageRecord]) -> StageRecord | None:
 def _outcome(
     spec: TrialSpec, engine: RunningEngine, ours: OurEngine, stages: Sequence[StageRecord]
 ) -> Measured | Failed:
-    if not engine.is_alive():
+    if not _runs_on(engine, stages):
         return _last_words(spec, was_ready=True, exit_code=engine.exit_code())
     if stalled(stages):
         last = stages[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from tuner.engines.family import is_alive
+from tuner.engines.family import is_alive, read_launch
 
 _DEADLINE_S = 20.0
 _POLL_S = 0.01
@@ -40,6 +40,14 @@ def written_pid(file: Path) -> psutil.Process:
     return psutil.Process(int(file.read_text()))
 
 
+def engine_of(directory: Path) -> psutil.Process:
+    """The first process of the engine that a trial in `directory` has launched."""
+    launch = read_launch(directory)
+    assert launch is not None
+    (engine,) = psutil.Process(launch.pid).children()
+    return engine
+
+
 def gone(*processes: psutil.Process) -> bool:
     """Whether all are gone before long; one that is not is killed, so that a test that fails leaves nothing."""
     deadline_s = time.perf_counter() + _DEADLINE_S
@@ -48,3 +56,17 @@ def gone(*processes: psutil.Process) -> bool:
     for process in left:
         process.kill()
     return not left
+
+
+SPARE_BYTES = 4 * 2**20
+RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Environment of a process that gives large blocks back when it frees them, and has to ask for each again."""
+
+
+def take_little_more_memory(process: psutil.Process) -> None:
+    """Refuse a process address space beyond SPARE_BYTES, as a full device does: a heavy step fails, no light one.
+
+    What a process keeps for itself it may still use; one started with RETURNS_MEMORY keeps little.
+    """
+    size = process.memory_info().vms + SPARE_BYTES
+    process.rlimit(psutil.RLIMIT_AS, (size, size))

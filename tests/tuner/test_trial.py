@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
-import os
-import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
 
+from tests.fakes.processes import RETURNS_MEMORY, engine_of, take_little_more_memory
+from tests.fakes.records import facts
+from tests.fakes.serving import core_children
 from tuner.engine_config import EngineConfig
+from tuner.engines.adapter import OurEngine
+from tuner.engines.process import read_url
 from tuner.job import EngineSpec, load_job
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.load.connection import Endpoint
+from tuner.measure.memory import EngineMemory
+from tuner.measure.prometheus import parse_snapshot
 from tuner.records import Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.trial import TrialNote, TrialSpec, run_trial
 
@@ -256,6 +263,25 @@ def test_an_engine_that_runs_out_of_memory_is_told_by_its_own_line_and_the_setti
     assert (trial.config.max_num_seqs, trial.config.gpu_memory_utilization) == (1024, 0.95)
 
 
+def test_a_start_that_hangs_is_told_by_its_limit_and_how_to_raise_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a big model's first start nobody knows how long it takes: who set the limit too low reads which one it was."""
+
+    def command(*_: object, port: int, served_model_name: str) -> list[str]:
+        return [sys.executable, "-c", "import time; print('loads', flush=True); time.sleep(600)"]
+
+    monkeypatch.setattr("tuner.engines.builtin.BuiltinEngine.command", command)
+    monkeypatch.setattr("tuner.engines.builtin.BuiltinEngine.progress", lambda *_: "loads the model")
+    _, trial = _run(_spec(tmp_path, _steps(1), over={"engine": {"start_timeout": "1s"}}))
+
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is FailureKind.START_TIMEOUT
+    for told in ("engine.start_timeout=1s", "it loads the model", "set a longer one", str(tmp_path / "engine.log")):
+        assert told in trial.outcome.detail
+    assert _engine_is_gone(tmp_path)
+
+
 def test_a_model_that_cannot_be_had_is_a_failed_trial(tmp_path: Path) -> None:
     """A wrong name costs a second a trial and is named."""
     _, trial = _run(_spec(tmp_path, _steps(1), over={"model": "nobody/nothing-of-that-name"}))
@@ -306,7 +332,7 @@ def test_an_engine_killed_while_measured_condemns_nothing_and_the_stages_before_
     """A dead server is noticed at once; what it answered before is on disk, and is no result."""
     events = run_trial(_spec(tmp_path, _steps(1, 2, 4)))
     next(event for event in events if isinstance(event, StageRecord))
-    os.kill(json.loads((tmp_path / "process.json").read_text())["pid"], signal.SIGKILL)
+    engine_of(tmp_path).kill()
     *_, last = list(events)
 
     assert isinstance(last, TrialRecord)
@@ -314,6 +340,110 @@ def test_an_engine_killed_while_measured_condemns_nothing_and_the_stages_before_
     assert last.outcome.kind is FailureKind.INFRASTRUCTURE
     assert "killed by signal 9" in last.outcome.detail
     assert len((tmp_path / "stages.jsonl").read_text().splitlines()) >= 1
+    assert _engine_is_gone(tmp_path)
+
+
+def _kill_under_load(
+    directory: Path, victim: Callable[[psutil.Process], psutil.Process], over: threading.Event
+) -> None:
+    """Kill a process of a trial's engine as soon as a request runs there; until `over`."""
+    while not over.wait(0.01):
+        with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
+            command = json.loads((directory / "command.json").read_text())
+            page = read_url(f"http://127.0.0.1:{command[command.index('--port') + 1]}/metrics", timeout_s=1.0)
+            if (parse_snapshot(page.decode(), at_s=0.0).running or 0) > 0:
+                victim(engine_of(directory)).kill()
+                return
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind", "told"),
+    [
+        (lambda engine: engine, FailureKind.INFRASTRUCTURE, "the engine was killed by signal 9"),
+        (lambda engine: core_children(engine.pid)[0], FailureKind.CRASHED, "the core process was killed by signal 9"),
+    ],
+    ids=["server", "core"],
+)
+def test_an_engine_that_dies_under_load_ends_its_trial_and_not_the_stages_time_does(
+    tmp_path: Path, victim: Callable[[psutil.Process], psutil.Process], kind: FailureKind, told: str
+) -> None:
+    """A death in the first second of a stage of an hour would else cost the hour, and every trial behind it."""
+    endless = QUICK | {"min_time": "1h", "max_time": "1h", "max_warm_up": "1h", "min_requests": 100_000}
+    spec, over = _spec(tmp_path, _steps(2, 4), over={"measure": endless}), threading.Event()
+    killer = threading.Thread(target=_kill_under_load, args=(tmp_path, victim, over))
+    killer.start()
+    try:
+        stages, trial = _run(spec)
+    finally:
+        over.set()
+        killer.join()
+
+    assert [stage.ended_by for stage in stages] == ["failures"]
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is kind
+    assert told in trial.outcome.detail
+    assert _engine_is_gone(tmp_path)
+
+
+_OUTLIVES_ITS_CORE = """
+import http.server, os, sys, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def answer(self, status):
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def do_GET(self):
+        self.answer(200)
+    def do_POST(self):
+        if not timer.is_alive():
+            timer.start()
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(500)
+    def log_message(self, *arguments):
+        pass
+timer = threading.Timer(2.0, os._exit, [3])
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_outlives_what_computes_for_a_moment_is_one_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last answers are errors: a trial that believed them would call a crash a bad measurement, and repeat it."""
+
+    def command(*_: object, port: int, served_model_name: str) -> list[str]:
+        return [sys.executable, "-c", _OUTLIVES_ITS_CORE, str(port), served_model_name]
+
+    monkeypatch.setattr("tuner.engines.builtin.BuiltinEngine.command", command)
+    spec = _spec(tmp_path, _steps(4, 8))
+    ours = OurEngine(facts=facts(spec.config), memory=EngineMemory())
+    monkeypatch.setattr("tuner.trial._recognised", lambda *_: ours)
+    stages, trial = _run(spec)
+
+    assert [stage.ended_by for stage in stages] == ["failures"]
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is FailureKind.CRASHED
+    assert "exit code 3" in trial.outcome.detail
+
+
+def test_an_engine_that_has_no_memory_for_a_heavier_step_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that passed, and a light load, are no proof of memory under load; the study learns what was too much."""
+    monkeypatch.setenv(*next(iter(RETURNS_MEMORY.items())))
+    heavy = {"input_len": {"kind": "fixed", "tokens": 1500}, "output_len": {"kind": "fixed", "tokens": 8}}
+    plan = FixedSteps(steps=(*_steps(1).steps, *_steps(8, kind=StageKind.BURST).steps), request_rate_rps=50.0)
+    events = run_trial(_spec(tmp_path, plan, over={"burst": heavy}, max_num_batched_tokens=2048))
+    next(event for event in events if isinstance(event, StageRecord))
+    (core,) = core_children(engine_of(tmp_path).pid)
+    take_little_more_memory(core)
+    *_, last = list(events)
+
+    assert isinstance(last, TrialRecord)
+    assert isinstance(last.outcome, Failed)
+    assert last.outcome.kind is FailureKind.OOM_RUNTIME
+    assert "gpu_memory_utilization=0.6" in last.outcome.detail
     assert _engine_is_gone(tmp_path)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.fakes.processes import gone
 from tuner.engine_config import EngineConfig
+from tuner.engines.family import living, read_launch
 from tuner.job import load_job
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.placement import Placement
@@ -58,15 +59,6 @@ def _events(workers: Workers, spec: TrialSpec) -> Iterator[TrialEvent | WorkerLo
         yield event
 
 
-def _ended(pid: int, *, within_s: float = 20.0) -> bool:
-    deadline = time.perf_counter() + within_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.perf_counter() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def test_stages_arrive_one_by_one_and_the_trial_last(pool: Workers, tmp_path: Path) -> None:
     """The driver sees each figure as it is measured, in the worker's words."""
     *stages, trial = [event for event in _events(pool, _spec(tmp_path, 1, 2)) if not isinstance(event, TrialNote)]
@@ -92,11 +84,14 @@ def test_a_killed_worker_takes_its_engine_along_and_the_next_trial_gets_a_new_on
     """After kill -9 of the worker no engine is left on the device, and the study goes on."""
     events = _events(pool, _spec(tmp_path / "first", 1, 2, 4))
     next(event for event in events if isinstance(event, StageRecord))
-    engine_pid = json.loads((tmp_path / "first" / "process.json").read_text())["pid"]
-    os.kill(psutil.Process(engine_pid).ppid(), signal.SIGKILL)
+    launch = read_launch(tmp_path / "first")
+    assert launch is not None
+    family = living(launch)
+    assert len(family) > 1
+    os.kill(psutil.Process(launch.pid).ppid(), signal.SIGKILL)
     *_, last = events
     assert isinstance(last, WorkerLost)
-    assert _ended(engine_pid)
+    assert gone(*family)
 
     *_, trial = _events(pool, _spec(tmp_path / "second", 1))
     assert isinstance(trial, TrialRecord)

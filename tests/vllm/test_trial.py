@@ -179,6 +179,7 @@ def test_a_start_that_takes_too_long_is_ended(make_spec: MakeSpec) -> None:
     """A start that hangs costs its limit, and leaves no process."""
     failed = _failure(make_spec(1, engine={"start_timeout": "2s"}))
     assert failed.kind is FailureKind.START_TIMEOUT
+    assert "engine.start_timeout=2s" in failed.detail
 
 
 def test_a_value_that_did_not_reach_the_server_ends_the_trial(

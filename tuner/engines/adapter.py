@@ -84,6 +84,9 @@ class EngineAdapter(Protocol):
     def assumed_start_s(self) -> float:
         """A guess at one start, until a launch was seen. Unit: seconds."""
 
+    def start_timeout_s(self, spec: EngineSpec) -> float:
+        """How long a launch may take: the job's own limit, else one that no start here exceeds. Unit: seconds."""
+
     @property
     def metrics(self) -> MetricNames:
         """What its page of metrics calls what is read there."""

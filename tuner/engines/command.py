@@ -16,7 +16,7 @@ from tuner.engines.adapter import Installed, Reading, asked
 from tuner.engines.definition import EngineDefinition, Place, filled
 from tuner.engines.device_return import NotFree
 from tuner.engines.memory_failures import log_lines, memory_failure
-from tuner.engines.process import how_it_ended, read_url
+from tuner.engines.process import START_TIMEOUT_S, how_it_ended, read_url
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, TuningJob
 from tuner.measure.prometheus import MetricNames
@@ -73,6 +73,10 @@ class CommandEngine:
     def exit_grace_s(self) -> float:
         """As the definition says."""
         return self.definition.exit_s
+
+    def start_timeout_s(self, spec: EngineSpec) -> float:
+        """How long a launch may take."""
+        return START_TIMEOUT_S if spec.start_timeout is None else spec.start_timeout
 
     def installed(self, job: TuningJob) -> Installed:
         """See to it that its executable is there, and that every value the job may launch can be told.

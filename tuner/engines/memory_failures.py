@@ -32,6 +32,7 @@ _DECISIVE = (
 )
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP|XPU|NPU)(?: error:)? out of memory|DefaultCPUAllocator: can't allocate memory"
+    r"|(?:^|\] )MemoryError\b|'std::bad_alloc'"
 )
 _CAPTURE_BEGINS = re.compile(r"Capturing CUDA graph|Capturing the model for CUDA graphs")
 _CAPTURE_ENDS = re.compile(r"Graph capturing finished")

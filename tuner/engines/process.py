@@ -27,6 +27,9 @@ from tuner.redaction import redacted
 EXIT_S = 2 * supervisor.ORPHAN_GRACE_S
 """Between an engine's death and its exit code, at the most: what it has left is ended first. Unit: seconds."""
 
+START_TIMEOUT_S = 300.0
+"""What a start gets where neither the job nor the engine's adapter knows better. Unit: seconds."""
+
 POLL_S = 0.05
 """Between two looks at a starting engine. Unit: seconds."""
 
@@ -196,5 +199,5 @@ def wait_until_ready(
                 return start_s
             time.sleep(POLL_S)
     raise EngineStartError(
-        f"the engine was not ready after {timeout_s:g} s (engine.start_timeout)", exit_code=None, timed_out=True
+        f"the engine was not ready after engine.start_timeout={timeout_s:g}s", exit_code=None, timed_out=True
     )

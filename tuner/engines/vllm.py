@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -27,6 +28,13 @@ from tuner.measure.prometheus import VLLM_METRICS, MetricNames, read_infos
 from tuner.parameters import SearchedValues
 from tuner.placement import needs_gpu_count
 from tuner.records import EngineFacts, Failed, FailureKind
+
+START_TIMEOUT_S = 1800.0
+"""A first start on a GPU fetches and loads a big model's weights, compiles it, warms kernels up and captures graphs of
+dozens of batch sizes: minutes each. Unit: seconds."""
+
+CPU_START_TIMEOUT_S = 600.0
+"""No graphs there, and small models: the longest start seen took two minutes. Unit: seconds."""
 
 ANSWER_S = 60.0
 """Longest `/server_info` may take: it looks over the whole machine. Unit: seconds."""
@@ -53,6 +61,12 @@ class VllmEngine:
     own_keys: frozenset[str] = frozenset({"command", "environment", "cpus"})
     assumed_start_s: float = 60.0
     exit_grace_s: float = 30.0
+
+    def start_timeout_s(self, spec: EngineSpec) -> float:
+        """How long a launch may take."""
+        if spec.start_timeout is not None:
+            return spec.start_timeout
+        return CPU_START_TIMEOUT_S if spec.device == "cpu" else START_TIMEOUT_S
 
     def installed(self, job: TuningJob) -> Installed:
         """Ask the environment's own Python which flags its vLLM knows and what it takes where it is told nothing.
@@ -103,6 +117,8 @@ class VllmEngine:
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(Path(_OWN_CACHE).expanduser()),
+            # Its own limit for its core, ten minutes: one of the two limits has to rule, and this one can be set.
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(self.start_timeout_s(spec))),
         }
         if Path(model).is_dir():
             here["HF_HUB_OFFLINE"] = "1"

@@ -38,6 +38,7 @@ _NOT_FREE = re.compile(
     rf"(?P<device>[GC])PU memory utilization \([\d.]+, {_GIB} GiB\)"
 )
 _NO_ROOM_FOR_KV = re.compile(rf"on kv cache allocation is less than requested memory for kv \({_GIB}(?:/{_GIB})? GiB\)")
+_TOO_SLOW = re.compile(r"Timed out waiting for (?:new )?engine core processes to start")
 _PORT = re.compile(r"\[Errno (?:98|48)\]|[Aa]ddress already in use")
 _OTHERS_MOVED = re.compile(r"Error in memory profiling\. Initial free memory")
 _ARGUMENTS = re.compile(r"^vllm(?: serve)?: error: (.+)|^api_server\.py: error: (.+)")
@@ -138,9 +139,12 @@ def _validated(lines: list[str], index: int, said: str) -> str:
 
 
 def _outside(lines: list[str]) -> Failed | None:
+    """What is no fault of a value: others', or of the time that a start was given."""
     for line in lines:
         if _PORT.search(line) or _OTHERS_MOVED.search(line):
             return Failed(kind=FailureKind.INFRASTRUCTURE, detail=_unwrapped(line))
+        if _TOO_SLOW.search(line):
+            return Failed(kind=FailureKind.START_TIMEOUT, detail=line)
     return None
 
 

@@ -101,7 +101,9 @@ def test_a_rate_that_was_asked_for_is_measured_and_is_an_answer(
         assert stage.sent_rps is not None
         assert stage.shown_rps is not None
         assert 0 < stage.shown_rps <= min(30.0, stage.sent_rps)
-    assert answer.safe_rate_rps is None or answer.safe_rate_rps.value in {stage.shown_rps for stage in answer.stages}
+        # With limits so far off, what was sent counts whole; with near ones what its draws are sure to speak for.
+        shown = {stage.shown_rps, min(30.0, stage.sent_rps)}
+        assert answer.safe_rate_rps is None or answer.safe_rate_rps.value in shown
     assert (answer.verdict, code) == ((AnswerVerdict.MEASURED, 0) if is_measured else (AnswerVerdict.NOT_MEASURED, 1))
     assert answer.command.endswith("--slo-itl-p95 5s --json")
 

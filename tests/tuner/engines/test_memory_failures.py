@@ -64,6 +64,13 @@ _CAPTURED = f"""{_CAPTURING}
             "DefaultCPUAllocator",
         ),
         (
+            f"{_BANNER}(Worker pid=9) ERROR 12-01 09:06:54 [core.py:1063] MemoryError\n",
+            FailureKind.OOM_STARTUP,
+            "Worker",
+        ),
+        ("MemoryError: Unable to allocate 16.0 MiB for an array", FailureKind.OOM_STARTUP, "16.0 MiB"),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", FailureKind.OOM_STARTUP, "bad_alloc"),
+        (
             _NOT_FREE,
             FailureKind.OOM_STARTUP,
             "19.77/22.05 GiB",
@@ -105,6 +112,7 @@ def test_an_engine_that_had_answered_ran_out_while_serving() -> None:
         "ValueError: max_num_batched_tokens (128) must be greater than or equal to max_num_seqs (256).",
         "INFO to avoid out of memory errors, lower gpu_memory_utilization",
         "INFO Available KV cache memory: 6.20 GiB",
+        "(Worker pid=9) ERROR 12-01 09:06:54 [core.py:1063]     except MemoryError as error:",
     ],
 )
 def test_what_speaks_of_memory_only_is_no_failure_of_it(log: str) -> None:

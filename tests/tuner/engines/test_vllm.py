@@ -81,6 +81,22 @@ def test_its_environment_is_its_own(tmp_path: Path) -> None:
     assert got["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
 
 
+@pytest.mark.parametrize(
+    ("over", "limit_s"),
+    [
+        ({"device": "cuda"}, 1800),
+        ({"device": "auto"}, 1800),
+        ({"device": "cpu"}, 600),
+        ({"start_timeout": "90m"}, 5400),
+    ],
+)
+def test_a_start_gets_the_time_that_a_first_one_takes_there(over: dict[str, object], limit_s: int) -> None:
+    """Minutes of compiling would be taken for a hang, by us or by vLLM's own limit, and every setting ruled out."""
+    spec = EngineSpec.model_validate({"name": "vllm", **over})
+    assert VLLM.start_timeout_s(spec) == limit_s
+    assert VLLM.environment({}, "owner/name", spec)["VLLM_ENGINE_READY_TIMEOUT_S"] == str(limit_s)
+
+
 def _served(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, dev_mode: bool = True) -> None:
     """A server that answers as vLLM does."""
     pages = {

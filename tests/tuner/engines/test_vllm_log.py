@@ -75,6 +75,18 @@ def test_a_process_that_was_killed_and_said_nothing_condemns_no_setting(tmp_path
     assert VLLM.last_words(log, was_ready=False, exit_code=1).kind is FailureKind.CRASHED
 
 
+def test_a_limit_of_its_own_on_a_start_is_no_crash(tmp_path: Path) -> None:
+    """Whoever has set it in the environment reads that a start took too long, and which variable says how long."""
+    log = tmp_path / "engine.log"
+    log.write_text(
+        "(APIServer pid=9) TimeoutError: Timed out waiting for engine core processes to start. This is often caused by "
+        "slow weight loading for large models. Waited 60s (configured by VLLM_ENGINE_READY_TIMEOUT_S).\n"
+    )
+    failed = VLLM.last_words(log, was_ready=False, exit_code=1)
+    assert failed.kind is FailureKind.START_TIMEOUT
+    assert "VLLM_ENGINE_READY_TIMEOUT_S" in failed.detail
+
+
 GPU_SHORT = (
     "(Worker_TP0 pid=9) ERROR 12-01 04:11:19 [core.py:1] ValueError: Free memory on device cuda:0 (3.10/79.20 GiB) on "
     "startup is less than desired GPU memory utilization (0.9, 71.28 GiB). Decrease GPU memory utilization or reduce "
