@@ -156,7 +156,7 @@ def _measured(grid: Grid, config: EngineConfig) -> GridPoint:
     folder, adapter, engine = grid.folder(config), grid.adapter, grid.job.engine
     folder.mkdir(parents=True, exist_ok=True)
     port, name = free_port(), f"grid-{os.getpid()}"
-    environment = adapter.environment(os.environ, grid.job.model, engine)
+    environment = adapter.environment(os.environ, grid.job.model, engine, num_devices=config.num_devices)
     command = adapter.command(grid.job.model, config, engine, port=port, served_model_name=name)
     try:
         with launched(

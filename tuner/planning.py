@@ -118,11 +118,11 @@ def plan_of(job: TuningJob, placement: Placement) -> JobPlan:
 
 
 def _queueing(job: TuningJob) -> tuple[str, ...]:
-    """Where an expected load is above what one deployment runs at once, with several cores' limits taken together."""
+    """Where an expected load is above what one deployment runs at once, several cores' limits taken together."""
     configs = (job.config(values) for values in combinations(job.search_space))
     widest = max(configs, key=lambda config: config.fence)
     users = None if job.expected is None else job.expected.users
-    if users is None or users <= widest.fence or widest.data_parallel_size == 1:
+    if users is None or users <= widest.fence:
         return ()
     told = f"{users} users are expected, and the widest setting runs {total_concurrency(widest)} at once"
     return (f"{told}: from there on requests wait, or take another replica",)

@@ -263,7 +263,7 @@ def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> 
     return launched(
         adapter.command(model, spec.config, engine, port=port, served_model_name=served_model_name(spec)),
         port=port,
-        environment=adapter.environment(environment, model, engine),
+        environment=adapter.environment(environment, model, engine, num_devices=spec.config.num_devices),
         directory=spec.directory,
         exit_grace_s=adapter.exit_grace_s,
     )

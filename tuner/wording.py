@@ -27,7 +27,8 @@ def config_text(config: EngineConfig) -> str:
 def total_concurrency(config: EngineConfig) -> str:
     """How many requests run at once over all cores, and what that is the product of."""
     limit = "max_num_active_seqs" if config.fence < config.max_num_seqs * config.data_parallel_size else "max_num_seqs"
-    return f"{limit} x data_parallel_size = {config.fence} requests"
+    cores = " x data_parallel_size" if config.data_parallel_size > 1 else ""
+    return f"{limit}{cores} = {config.fence} requests"
 
 
 def further(config: EngineConfig) -> dict[str, str]:

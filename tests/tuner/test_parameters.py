@@ -295,13 +295,16 @@ def test_two_cores_run_twice_the_fence_and_take_twice_the_devices() -> None:
     assert config.model_copy(update={"max_num_active_seqs": 4}).fence == 8
 
 
-def test_a_load_above_what_all_cores_run_is_told_with_the_product() -> None:
+@pytest.mark.parametrize(
+    ("num_cores", "fence", "product"), [(2, 128, "max_num_seqs x data_parallel_size"), (1, 64, "max_num_seqs")]
+)
+def test_a_load_above_what_all_cores_run_is_told_with_the_product(num_cores: int, fence: int, product: str) -> None:
     """Two cores of 64 hold 128 users, not 64: the warning names what the rest waits for."""
-    over: dict[str, object] = {"engine": {"fixed": {"data_parallel_size": 2}}}
-    (told,) = plan_of(_unlimited(_space(), expected={"users": 129}, **over), ONE_CPU).warnings
-    assert "129 users are expected" in told
-    assert "max_num_seqs x data_parallel_size = 128 requests" in told
-    assert plan_of(_unlimited(_space(), expected={"users": 128}, **over), ONE_CPU).warnings == ()
+    over: dict[str, object] = {"engine": {"fixed": {"data_parallel_size": num_cores}}}
+    (told,) = plan_of(_unlimited(_space(), expected={"users": fence + 1}, **over), ONE_CPU).warnings
+    assert f"{fence + 1} users are expected" in told
+    assert f" {product} = {fence} requests" in told
+    assert plan_of(_unlimited(_space(), expected={"users": fence}, **over), ONE_CPU).warnings == ()
 
 
 def test_speculative_decoding_is_one_text_however_it_was_written() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import threading
@@ -18,9 +19,11 @@ import pytest
 from tests.vllm.conftest import MakeSpec
 from tuner.engine_config import EngineConfig
 from tuner.engines.family import living, read_launch
+from tuner.engines.process import read_url
 from tuner.engines.vllm import VllmEngine
 from tuner.job import EngineSpec
 from tuner.load.workload import Workload
+from tuner.measure.prometheus import parse_snapshot
 from tuner.records import Failed, FailureKind, Measured, StageRecord, TrialRecord
 from tuner.trial import TrialNote, TrialSpec, run_trial
 
@@ -141,11 +144,32 @@ def test_preemptions_in_the_record_are_the_counters_difference(make_spec: MakeSp
     stage = next(event for event in events if isinstance(event, StageRecord))
     assert stage.num_preemptions is not None
     assert stage.num_preemptions > 0
-    scrapes = pd.read_parquet(spec.directory / "memory.parquet")
+    assert stage.num_preemptions in _counted(spec.directory, stage)
+
+
+def _counted(directory: Path, stage: StageRecord) -> set[float]:
+    """The counter's difference over a stage's window: more than one, where a scrape was under way at its end."""
+    scrapes = pd.read_parquet(directory / "memory.parquet")
     scrapes = scrapes[scrapes["stage"] == stage.index].sort_values("at_s")
     before = scrapes[scrapes["at_s"] <= stage.warm_up_s].iloc[-1]
-    after = scrapes[scrapes["at_s"] >= stage.warm_up_s + stage.measured_s].iloc[0]
-    assert stage.num_preemptions == after["preemptions"] - before["preemptions"]
+    after = scrapes[scrapes["at_s"] >= stage.warm_up_s + stage.measured_s]
+    return {float(preemptions - before["preemptions"]) for preemptions in after["preemptions"]}
+
+
+def test_preemptions_of_two_cores_are_counted_together(make_spec: MakeSpec) -> None:
+    """Each core has its own series: the first alone would say that half of them did not happen."""
+    spec = _on(make_spec(12, max_num_seqs=6, num_gpu_blocks_override=10, data_parallel_size=2), LONG)
+    with contextlib.closing(run_trial(spec)) as events:
+        stage = next(event for event in events if isinstance(event, StageRecord))
+        command = json.loads((spec.directory / "command.json").read_text())
+        page = read_url(f"http://127.0.0.1:{command[command.index('--port') + 1]}/metrics", timeout_s=5.0).decode()
+    of_each = [float(value) for value in re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)$", page, re.MULTILINE)]
+
+    assert len(of_each) == 2
+    assert min(of_each) > 0
+    assert parse_snapshot(page, at_s=0.0).preemptions == sum(of_each)
+    assert stage.num_preemptions in _counted(spec.directory, stage)
+    assert 0 < stage.num_preemptions <= sum(of_each)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tuner.analysis.rates import safe_rate_found
 from tuner.analysis.slo import derive_slo, may_keep_headroom, operating_point
 from tuner.answer import KneeFinding, OperatingPoint, SafeRateFigure, Slo
 from tuner.engine_config import EngineConfig
-from tuner.records import StageRecord
+from tuner.records import StageKind, StageRecord
 
 FenceSource = Literal["told", "given", "recognised"]
 
@@ -115,6 +115,12 @@ def _fence_warnings(stages: Sequence[StageRecord], fence: int | None, source: Fe
         yield (
             f"the server does not tell max_num_seqs; {fence} ran at once and the rest waited, at more than one load: "
             "that is taken for its fence"
+        )
+    asked_past = sorted({stage.load for stage in stages if stage.fenced and stage.kind is not StageKind.OVERLOAD})
+    if fence is not None and source != "recognised" and asked_past:
+        yield (
+            f"load {asked_past[0]} is past the fence: max_num_seqs lets {fence} requests run at once, and from there "
+            "on they queue; a bend there is that limit, and no knee"
         )
     held = [stage for stage in stages if is_held_back(stage)]
     if fence is None and held:

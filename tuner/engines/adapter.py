@@ -114,11 +114,14 @@ class EngineAdapter(Protocol):
         The config's `extra_args` are part of it, as they are.
         """
 
-    def environment(self, inherited: Mapping[str, str], model: str, spec: EngineSpec) -> dict[str, str]:
+    def environment(
+        self, inherited: Mapping[str, str], model: str, spec: EngineSpec, *, num_devices: int = 1
+    ) -> dict[str, str]:
         """The whole environment it is started with.
 
         Args:
             inherited: this process's, with the GPUs of the launch and without Ray's own part.
+            num_devices: that the config to launch computes on; a question about the engine needs one.
         """
 
     def progress(self, line: str) -> str | None:

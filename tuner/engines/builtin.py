@@ -80,9 +80,11 @@ class BuiltinEngine:
         on_cpu = spec.device_memory is not None or spec.cpus is not None
         return [*arguments, "--device", "cpu" if on_cpu else spec.device]
 
-    def environment(self, inherited: Mapping[str, str], model: str, spec: EngineSpec) -> dict[str, str]:
+    def environment(
+        self, inherited: Mapping[str, str], model: str, spec: EngineSpec, *, num_devices: int = 1
+    ) -> dict[str, str]:
         """Ours as it is: the engine is told all by its arguments."""
-        del model, spec
+        del model, spec, num_devices
         return dict(inherited)
 
     def progress(self, line: str) -> str | None:

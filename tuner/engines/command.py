@@ -121,9 +121,11 @@ class CommandEngine:
         told = asked(self, config).items()
         return [argument for name, value in told for argument in self.definition.told(name, value)]
 
-    def environment(self, inherited: Mapping[str, str], model: str, spec: EngineSpec) -> dict[str, str]:
+    def environment(
+        self, inherited: Mapping[str, str], model: str, spec: EngineSpec, *, num_devices: int = 1
+    ) -> dict[str, str]:
         """This process's environment with the definition's variables and over them the job's."""
-        del model
+        del model, num_devices
         return {**inherited, **self.definition.environment, **spec.environment}
 
     def progress(self, line: str) -> str | None:

@@ -107,7 +107,9 @@ class VllmEngine:
             *config.extra_args,
         ]
 
-    def environment(self, inherited: Mapping[str, str], model: str, spec: EngineSpec) -> dict[str, str]:
+    def environment(
+        self, inherited: Mapping[str, str], model: str, spec: EngineSpec, *, num_devices: int = 1
+    ) -> dict[str, str]:
         """This process's environment without what leads to our packages, with vLLM kept to this machine.
 
         What the job sets goes before what is inherited, and that before what is set here.
@@ -123,7 +125,7 @@ class VllmEngine:
         if Path(model).is_dir():
             here["HF_HUB_OFFLINE"] = "1"
         if spec.cpus is not None:
-            here["VLLM_CPU_OMP_THREADS_BIND"] = _first_cpus(spec.cpus)
+            here["VLLM_CPU_OMP_THREADS_BIND"] = _cpus_of_each(num_devices, spec.cpus)
         kept = {name: value for name, value in inherited.items() if _NOT_FOR_IT.match(name) is None}
         return here | kept | {"VLLM_SERVER_DEV_MODE": "1"} | dict(spec.environment)
 
@@ -211,9 +213,15 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _first_cpus(count: int) -> str:
-    """The first CPUs that this process may use, as vLLM's thread binding takes them."""
-    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:count]))
+def _cpus_of_each(num_workers: int, count: int) -> str:
+    """The first CPUs that this process may use, dealt out to all cores' workers as vLLM's thread binding takes them.
+
+    Where there are fewer CPUs than workers, some share one: vLLM starts no worker that has none.
+    """
+    cpus = sorted(os.sched_getaffinity(0))[:count]
+    return "|".join(
+        ",".join(map(str, cpus[worker::num_workers] or [cpus[worker % len(cpus)]])) for worker in range(num_workers)
+    )
 
 
 def _block_bytes(

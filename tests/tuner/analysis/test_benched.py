@@ -60,6 +60,19 @@ def test_known_preemptions_are_no_headroom() -> None:
     assert conclude(preempting, Asked(fence=64, fence_source="told")).operating_point is None
 
 
+def test_a_load_past_the_fence_is_said_to_queue_from_there_on() -> None:
+    """512 streams on 256 seats are a queue of 256: who takes that for the engine's own bend caps it for nothing."""
+    config = CHOSEN.model_copy(update={"max_num_seqs": 256})
+    stages = [stage(config, load, index=index) for index, load in enumerate((128, 256, 512))]
+    assert [each.fenced for each in stages] == [False, False, True]
+    for source in ("told", "given"):
+        said = conclude(stages, Asked(fence=256, fence_source=source, config=config)).warnings
+        assert any("load 512 is past the fence: max_num_seqs lets 256 requests run at once" in each for each in said)
+    below = conclude(stages[:2], Asked(fence=256, fence_source="told", config=config)).warnings
+    on_purpose = conclude(ladder(CHOSEN), Asked(fence=CHOSEN.fence, fence_source="told", config=CHOSEN)).warnings
+    assert not any("past the fence" in each for each in (*below, *on_purpose))
+
+
 def test_a_fence_nobody_told_of_is_recognised_and_said() -> None:
     """The answer does not call a hidden limit the engine's knee."""
     config = EngineConfig(max_num_seqs=12, max_num_batched_tokens=4096, gpu_memory_utilization=0.9)

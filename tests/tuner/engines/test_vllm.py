@@ -82,6 +82,26 @@ def test_its_environment_is_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "cpus", "dealt"),
+    [
+        ({}, 4, "2,3,5,7"),
+        ({"data_parallel_size": 2}, 4, "2,5|3,7"),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 2}, 4, "2|3|5|7"),
+        ({"data_parallel_size": 3}, 2, "2|3|2"),
+    ],
+)
+def test_every_worker_of_every_core_has_cpus(
+    sizes: dict[str, int], cpus: int, dealt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One list for all is a second core that does not start, and the whole server with it."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {7, 5, 3, 2})
+    spec, config = SPEC.model_copy(update={"cpus": cpus}), CONFIG.model_copy(update=sizes)
+    assert (
+        VLLM.environment({}, "owner/name", spec, num_devices=config.num_devices)["VLLM_CPU_OMP_THREADS_BIND"] == dealt
+    )
+
+
+@pytest.mark.parametrize(
     ("over", "limit_s"),
     [
         ({"device": "cuda"}, 1800),
