@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import psutil
 import torch
 
 from engine.config import EngineConfig, split_device
 from engine.device_ledger import Claim, locked_ledger
+from engine.limits import read_ram
 from engine.memory import DeviceMemory, DeviceShare, requested_bytes
 
 
@@ -67,11 +67,11 @@ def device_memory(config: EngineConfig, device: torch.device, *, limit_bytes: in
 
 
 def _budget_of_cpu(config: EngineConfig, limit_bytes: int | None, claims: Sequence[Claim]) -> DeviceMemory:
-    ram = psutil.virtual_memory()
-    limit = ram.total if limit_bytes is None else limit_bytes
-    total = config.device_memory_bytes or min(ram.total, limit) // 2 // config.data_parallel_size
+    ram = read_ram()
+    limit = ram.total_bytes if limit_bytes is None else limit_bytes
+    total = config.device_memory_bytes or min(ram.total_bytes, limit) // 2 // config.data_parallel_size
     left = max(0, total - sum(claim.num_bytes for claim in claims))
-    return DeviceMemory(total_bytes=total, free_bytes=min(left, ram.available, limit), claims=tuple(claims))
+    return DeviceMemory(total_bytes=total, free_bytes=min(left, ram.available_bytes, limit), claims=tuple(claims))
 
 
 def activation_peak_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -1,4 +1,6 @@
-"""What control groups allow this process: memory and CPU time, in version 1 or 2. Without their files: no limit.
+"""What the machine has, and what control groups allow this process of it: memory and CPU time, in version 1 or 2.
+
+Without their files: no limit.
 
 A group's limit also binds every group below it, so the tightest one from this process's group up to the root of the
 mount counts (Linux: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst, scheduler/sched-bwc.rst).
@@ -13,6 +15,7 @@ from typing import TypeVar
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 _V1_UNLIMITED_BYTES = 2**62
 """Version 1 says `no limit` with the largest multiple of a page below 2 ** 63."""
 
@@ -26,6 +29,22 @@ class Limits:
     memory_bytes: int | None
     cpus: float | None
     """CPU time a second of wall time. Unit: CPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ram:
+    """The machine's memory."""
+
+    total_bytes: int
+    available_bytes: int
+    """What can be had without swapping: free, or a cache that can go."""
+
+
+def read_ram(*, meminfo: Path = _MEMINFO) -> Ram:
+    """The machine's memory now (Linux: Documentation/filesystems/proc.rst, meminfo)."""
+    lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
+    kibibytes = {name: int(size) for name, size, *_ in lines}
+    return Ram(total_bytes=kibibytes["MemTotal:"] * 1024, available_bytes=kibibytes["MemAvailable:"] * 1024)
 
 
 def read_limits(*, root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> Limits:

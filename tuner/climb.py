@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import uvloop
-
 from tuner.analysis.no_safe_rate import OPEN_STRETCH
 from tuner.analysis.rates import RateSearch
 from tuner.analysis.slo import derive_slo
@@ -103,6 +101,8 @@ def climb(
     Raises:
         WorkloadError: where the workload does not fit the engine.
     """
+    import uvloop  # what only plans or judges stages needs none
+
     stages = list(kept)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while not stalled(stages) and goes_on(stages) and (step := next_step(task.plan, stages)) is not None:

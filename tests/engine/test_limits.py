@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
-from engine.limits import Limits, cpu_quota, memory_limit, oom_kills, read_limits
+from engine.limits import Limits, Ram, cpu_quota, memory_limit, oom_kills, read_limits, read_ram
 
 _V1 = "9:name=systemd:/\n4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n"
 
@@ -62,3 +63,13 @@ def test_a_container_of_version_1_sees_its_limits_at_the_mount(tmp_path: Path) -
     where = tree(tmp_path, files, _V1)
     assert read_limits(**where) == Limits(memory_bytes=4096, cpus=2.5)
     assert oom_kills(**where) == 1
+
+
+def test_the_machines_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
+    """A share of less, or of what caches hold, is a model that does not fit where it would."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(
+        "MemTotal:       24528 kB\nMemFree:         1000 kB\nMemAvailable:   20000 kB\nHugePages_Total:  0\n"
+    )
+    assert read_ram(meminfo=meminfo) == Ram(total_bytes=24528 * 1024, available_bytes=20000 * 1024)
+    assert read_ram().total_bytes == psutil.virtual_memory().total

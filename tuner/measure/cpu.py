@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
@@ -22,6 +20,8 @@ def cpu_times(root_pid: int | None) -> CpuTimes | None:
     """Look at a process and its descendants; None without a process, or where one may not be read or is gone."""
     if root_pid is None:
         return None
+    import psutil  # of a server that is not ours to look at, nothing needs it
+
     try:
         root = psutil.Process(root_pid)
         used_s = {}

@@ -8,8 +8,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Self
 
-import psutil
-
 from tuner.records import MemoryFigures
 
 _INTERVAL_S = 1.0
@@ -54,6 +52,8 @@ def process_tree_pss_bytes(root_pid: int) -> int | None:
 
     None where a process of the tree may not be read or is gone: part of a tree would be a wrong figure.
     """
+    import psutil  # of a server that is not ours to look at, nothing needs it
+
     try:
         root = psutil.Process(root_pid)
         return sum(process.memory_full_info().pss for process in [root, *root.children(recursive=True)])
