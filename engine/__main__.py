@@ -116,6 +116,7 @@ def build_parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     add("--enable-chunked-prefill", action=_SWITCH, help="whether a prompt may be split over steps" + _DEFAULT)
     add("--enable-prefix-caching", action=_SWITCH, help="share the KV blocks of equal prefixes" + _DEFAULT)
+    add("--enforce-eager", action=_SWITCH, help="no captured graphs on a GPU" + _DEFAULT)
     add("--max-num-scheduled-tokens", type=_size, metavar="TOKENS", help="most tokens of a step (default: the budget)")
     add("--long-prefill-token-threshold", type=_size, metavar="TOKENS", help="most of one prompt a step; 0: any")
     add("--max-num-active-seqs", type=_size, metavar="N", help="most running at once (default: max-num-seqs)")

@@ -25,12 +25,15 @@ class StagedBuffer:
         self.array = self._host.numpy()
         self.nbytes = self._device.nbytes
 
+    def on_device(self, *sizes: int) -> Tensor:
+        """The leading corner of these sizes, on the device, holding what was sent last."""
+        return self._device[tuple(slice(size) for size in sizes)]
+
     def send(self, *sizes: int) -> Tensor:
         """The leading corner of these sizes, on the device, holding what the host array holds."""
-        corner = tuple(slice(size) for size in sizes)
-        device = self._device[corner]
+        device = self.on_device(*sizes)
         if self._device is not self._host:
-            device.copy_(self._host[corner], non_blocking=True)
+            device.copy_(self._host[tuple(slice(size) for size in sizes)], non_blocking=True)
         return device
 
 
@@ -54,6 +57,20 @@ class Batch:
 
     sampled: tuple[ScheduledRequest, ...]
     """The requests those rows belong to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs:
+    """What a captured decode step reads; whatever the buffers hold when it runs."""
+
+    token_ids: Tensor
+    """(rows,) int64."""
+
+    positions: Tensor
+    """(rows,) int64."""
+
+    attention: AttentionInputs
+    """With block tables as wide as the buffer: what is beyond a request's own blocks is not read."""
 
 
 class BatchBuffers:
@@ -84,13 +101,33 @@ class BatchBuffers:
         """Bytes these buffers take on the device."""
         return sum(buffer.nbytes for buffer in vars(self).values() if isinstance(buffer, StagedBuffer))
 
-    def fill(self, plan: StepPlan) -> Batch:
-        """Lay a plan out as tensors; the previous batch's are overwritten."""
+    def decodes(self, num_rows: int) -> DecodeInputs:
+        """What a step of so many rows of one token reads: the places that `fill` writes, at addresses that stay."""
+        return DecodeInputs(
+            token_ids=self._token_ids.on_device(num_rows),
+            positions=self._positions.on_device(num_rows),
+            attention=AttentionInputs(
+                slots=self._slots.on_device(num_rows),
+                block_tables=self._block_tables.on_device(num_rows),
+                context_lens=self._context_lens.on_device(num_rows),
+                query_starts=self._query_starts.on_device(num_rows + 1),
+            ),
+        )
+
+    def fill(self, plan: StepPlan, *, num_rows: int = 0) -> Batch:
+        """Lay a plan out as tensors; the previous batch's are overwritten.
+
+        Args:
+            num_rows: a plan of fewer requests is padded with its first in this order, which then computes and writes
+                the same once more.
+        """
         if self._sent is not None:
             # A step that samples nothing waits for nothing: its copies may not have left the host yet.
             self._sent.synchronize()
         scheduled = sorted(plan.scheduled, key=lambda item: (len(item.token_ids), item.start))
-        num_requests, num_tokens = len(scheduled), plan.num_scheduled_tokens
+        padding = max(0, num_rows - len(scheduled))
+        scheduled = [scheduled[0]] * padding + scheduled
+        num_requests, num_tokens = len(scheduled), sum(len(item.token_ids) for item in scheduled)
         lens = np.fromiter((len(item.token_ids) for item in scheduled), np.int64, num_requests)
         starts = np.fromiter((item.start for item in scheduled), np.int64, num_requests)
         query_starts = self._query_starts.array[: num_requests + 1]
@@ -105,7 +142,7 @@ class BatchBuffers:
         self._slots.array[:num_tokens] = blocks * self._block_size + positions % self._block_size
         ids = chain.from_iterable(item.token_ids for item in scheduled)
         self._token_ids.array[:num_tokens] = np.fromiter(ids, np.int64, num_tokens)
-        sampling = [index for index, item in enumerate(scheduled) if item.samples]
+        sampling = [index for index, item in enumerate(scheduled) if item.samples and index >= padding]
         self._sampled_rows.array[: len(sampling)] = query_starts[1:][sampling] - 1
         batch = Batch(
             token_ids=self._token_ids.send(num_tokens),

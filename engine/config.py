@@ -80,6 +80,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
 
+    enforce_eager: bool = False
+    """Whether decode steps on a GPU are launched kernel by kernel, and no graphs are captured for them. On a CPU there
+    are none."""
+
     max_num_scheduled_tokens: int | None = None
     """Most tokens a step schedules, where that is to be below `max_num_batched_tokens`, which sizes the buffers; None
     takes the budget. Unit: tokens."""
@@ -304,8 +308,8 @@ def check_one_device(tensor_parallel_size: int) -> None:
 class MemoryBudget:
     """Where the device's memory goes. Every field in bytes.
 
-    `kv_cache_bytes = requested_bytes - weights_bytes - activation_peak_bytes - request_buffers_bytes - non_torch_bytes`
-    (vLLM: `vllm/v1/worker/gpu_worker.py`, `determine_available_memory`).
+    `kv_cache_bytes = requested_bytes - weights_bytes - activation_peak_bytes - request_buffers_bytes - non_torch_bytes
+    - graph_bytes` (vLLM: `vllm/v1/worker/gpu_worker.py`, `determine_available_memory`).
     """
 
     total_bytes: int
@@ -328,6 +332,10 @@ class MemoryBudget:
 
     non_torch_bytes: int
     """What libraries took outside torch's tensors, by difference."""
+
+    graph_bytes: int = 0
+    """What capturing graphs takes: two are captured to find out, and the others are reckoned to take what the second
+    did. 0 where none are captured."""
 
     kv_cache_bytes: int
     """What is left for KV blocks."""

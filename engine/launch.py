@@ -259,9 +259,10 @@ def _log_memory(rank: int, resolved: ResolvedConfig) -> None:
     memory = resolved.memory
     logger.info(
         "core %d, memory in MiB: total %.1f, free %.1f, requested %.1f = weights %.1f + activation peak %.1f "
-        "+ request buffers %.1f + non-torch %.1f + KV cache %.1f (%d blocks of %d bytes)",
+        "+ request buffers %.1f + non-torch %.1f + graphs %.1f + KV cache %.1f (%d blocks of %d bytes)",
         *(rank, memory.total_bytes / _MIB, memory.free_bytes / _MIB, memory.requested_bytes / _MIB),
         memory.weights_bytes / _MIB,
         *(memory.activation_peak_bytes / _MIB, memory.request_buffers_bytes / _MIB, memory.non_torch_bytes / _MIB),
+        memory.graph_bytes / _MIB,
         *(memory.kv_cache_bytes / _MIB, resolved.num_gpu_blocks, resolved.kv_block_bytes),
     )

@@ -1,9 +1,9 @@
 """The memory budget: what the device has, what a step takes, and how many KV blocks that leaves.
 
 `requested = total x gpu_memory_utilization`, and `kv = requested - weights - activation peak - request buffers -
-non-torch` (vLLM: `vllm/v1/worker/gpu_worker.py`). The share is per instance: two on one device each take theirs. What
-is counted is tensors; the memory of the Python processes around them (interpreter, libraries, token ids, block lists)
-is not. Plain arithmetic: `engine/device_memory.py` brings the figures.
+non-torch - graphs` (vLLM: `vllm/v1/worker/gpu_worker.py`). The share is per instance: two on one device each take
+theirs. What is counted is tensors; the memory of the Python processes around them (interpreter, libraries, token ids,
+block lists) is not. Plain arithmetic: `engine/device_memory.py` brings the figures.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ def memory_budget(
     activation_peak_bytes: int,
     request_buffers_bytes: int,
     non_torch_bytes: int,
+    graph_bytes: int = 0,
 ) -> MemoryBudget:
     """Subtract what is taken from what was requested; less than 0 may be left for KV."""
-    taken = weights_bytes + activation_peak_bytes + request_buffers_bytes + non_torch_bytes
+    taken = weights_bytes + activation_peak_bytes + request_buffers_bytes + non_torch_bytes + graph_bytes
     return MemoryBudget(
         total_bytes=total_bytes,
         free_bytes=free_bytes,
@@ -167,6 +168,7 @@ def memory_budget(
         activation_peak_bytes=activation_peak_bytes,
         request_buffers_bytes=request_buffers_bytes,
         non_torch_bytes=non_torch_bytes,
+        graph_bytes=graph_bytes,
         kv_cache_bytes=requested_bytes - taken,
     )
 
@@ -235,7 +237,8 @@ def num_kv_blocks(budget: MemoryBudget, layout: KvLayout, *, max_model_len: int)
         f"one request of max_model_len={max_model_len} needs {human(missing.needed_bytes)} of KV blocks, but "
         f"{human(missing.left_bytes)} of the requested {human(budget.requested_bytes)} is left "
         f"(weights {human(budget.weights_bytes)}, activations {human(budget.activation_peak_bytes)}, request buffers "
-        f"{human(budget.request_buffers_bytes)}, non-torch {human(budget.non_torch_bytes)}): "
+        f"{human(budget.request_buffers_bytes)}, non-torch {human(budget.non_torch_bytes)}"
+        f"{f', graphs {human(budget.graph_bytes)}' if budget.graph_bytes else ''}): "
         f"{'; '.join(ways_out(missing, budget))}"
     )
 

@@ -176,6 +176,8 @@ def _measured_rows(calculated: MemoryPlan, report: MemoryReport) -> Iterator[str
     yield _row("- activation peak", budget.activation_peak_bytes, f"by {report.peak_step}")
     yield _row("- request buffers", budget.request_buffers_bytes)
     yield _row("- non-torch", budget.non_torch_bytes)
+    if budget.graph_bytes:
+        yield _row("- captured graphs", budget.graph_bytes)
     yield _row("= KV cache", budget.kv_cache_bytes)
     missing = calculated.shortfall
     if missing is not None:

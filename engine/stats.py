@@ -194,6 +194,7 @@ def _export_cores(registry: CollectorRegistry, cores: Sequence[ResolvedConfig]) 
             "activation_peak": memory.activation_peak_bytes,
             "request_buffers": memory.request_buffers_bytes,
             "non_torch": memory.non_torch_bytes,
+            "graphs": memory.graph_bytes,
             "kv_cache": memory.kv_cache_bytes,
             "kv_block": resolved.kv_block_bytes,
         }
@@ -224,6 +225,7 @@ def _export_config(registry: CollectorRegistry, resolved: ResolvedConfig) -> Non
         "max_model_len": resolved.max_model_len,
         "enable_chunked_prefill": asked.enable_chunked_prefill,
         "enable_prefix_caching": asked.enable_prefix_caching,
+        "enforce_eager": asked.enforce_eager,
         "long_prefill_token_threshold": asked.long_prefill_token_threshold,
         "max_num_active_seqs": asked.max_num_active_seqs or asked.max_num_seqs,
         "max_num_scheduled_tokens": asked.max_num_scheduled_tokens or asked.max_num_batched_tokens,

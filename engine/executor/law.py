@@ -219,13 +219,3 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Decode batch sizes that full graphs are captured for.
-
-    (vLLM: the default list of `vllm/config/vllm.py`, `_set_cudagraph_sizes`, of which `vllm/v1/cudagraph_dispatcher.py`
-    takes for decodes those up to `max_num_seqs`.)
-    """
-    grid = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-    return tuple(size for size in grid if size <= max_num_seqs)

@@ -21,7 +21,8 @@ from engine.config import (
     check_one_device,
 )
 from engine.executor.clock import Clock, RealClock
-from engine.executor.law import Law, graph_sizes, law_names, load_law
+from engine.executor.graph_sizes import graph_sizes
+from engine.executor.law import Law, law_names, load_law
 from engine.memory import DeviceMemory, KvLayout, human, kv_blocks_in_force, memory_budget, requested_bytes
 from engine.models.config import read_model_config
 from engine.models.folder import model_folder
@@ -170,7 +171,8 @@ def _start(config: EngineConfig, law: Law, max_model_len: int) -> tuple[MemoryBu
         activation_peak_bytes=memory.activation_bytes_per_token * config.max_num_batched_tokens
         + memory.sampled_row_bytes * config.max_num_seqs,
         request_buffers_bytes=memory.request_buffer_bytes_per_token * config.max_num_seqs * max_model_len,
-        non_torch_bytes=memory.non_torch_bytes + memory.graph_bytes_per_size * len(sizes),
+        non_torch_bytes=memory.non_torch_bytes,
+        graph_bytes=memory.graph_bytes_per_size * len(sizes),
     )
     headroom = device.free_bytes - requested
     for kind, what, needed in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BatchBuffers
+from engine.batch import Batch, BatchBuffers
 from engine.config import (
     ConfigError,
     EngineConfig,
@@ -22,6 +23,8 @@ from engine.config import (
     split_device,
 )
 from engine.device_memory import activation_peak_bytes, device_label, non_torch_bytes, take_share
+from engine.executor.graph_sizes import graph_sizes
+from engine.executor.graphs import Capture, CudaCapture, DecodeGraphs
 from engine.executor.least import kv_layout, least_memory
 from engine.kv_cache import KvCache, KvScales, new_kv_cache
 from engine.limits import read_limits
@@ -116,6 +119,9 @@ class TorchExecutor:
         size = human(num_blocks * report.layout.block_bytes)
         logger.info("taking %s for %d KV blocks; many gigabytes of RAM take a while", size, num_blocks)
         self._kv_cache = self._runner.allocate_kv(num_blocks)
+        if self._runner.graph_sizes:
+            logger.info("capturing %d graphs for decode steps", len(self._runner.graph_sizes))
+            self._runner.capture(self._kv_cache, self._runner.graph_sizes, CudaCapture(plan.device))
         self.resolved = ResolvedConfig(
             asked=config,
             served_model_name=config.served_model_name or config.model,
@@ -127,7 +133,7 @@ class TorchExecutor:
             memory=report.budget,
             eos_token_ids=plan.model.eos_token_ids,
             vocab_size=plan.model.vocab_size,
-            captures_graphs=False,
+            captures_graphs=bool(self._runner.graph_sizes),
             warnings=(*plan.warnings, *overridden),
         )
 
@@ -160,19 +166,32 @@ class ModelRunner:
             block_size=config.block_size,
             device=plan.device,
         )
+        self._graphs = DecodeGraphs({})
+        self.graph_sizes = _graph_sizes(config, plan.device)
+        """Batch sizes that graphs are captured for."""
+
         self._kv_dtype, self._kv_scales = dtype, (KvScales(),) * model.num_layers
         if config.kv_cache_dtype == "fp8":
             self._kv_scales = self._calibrated_scales()
             self._kv_dtype = FP8
 
     def step(self, plan: StepPlan, kv_cache: KvCache) -> StepResult:
-        """Compute one step on the whole model, with the KV blocks of `allocate_kv`."""
-        return self._step(plan, self._decoder, kv_cache)
+        """Compute one step on the whole model, with the KV blocks of `allocate_kv`; graphs have captured theirs."""
+        size = self._graphs.size_for(plan)
+        return self._step(plan, self._decoder, kv_cache) if size is None else self._replay(plan, size)
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan, decoder: Decoder, kv_cache: KvCache) -> StepResult:
         batch = self._buffers.fill(plan)
         hidden = decoder.forward(batch.token_ids, batch.positions, batch.attention, kv_cache)
+        return self._draw(decoder, batch, hidden)
+
+    @torch.inference_mode()
+    def _replay(self, plan: StepPlan, size: int) -> StepResult:
+        batch = self._buffers.fill(plan, num_rows=size)
+        return self._draw(self._decoder, batch, self._graphs.replay(size))
+
+    def _draw(self, decoder: Decoder, batch: Batch, hidden: Tensor) -> StepResult:
         if not batch.sampled:
             return StepResult(sampled_token_ids={})
         return self._sampler.draw(decoder.logits(hidden.index_select(0, batch.sampled_rows)), batch.sampled)
@@ -190,6 +209,27 @@ class ModelRunner:
         block_size = self._plan.config.block_size
         shape = (layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
         return new_kv_cache(shape, self._kv_scales[:layers], self._kv_dtype, like)
+
+    def capture(self, kv_cache: KvCache, sizes: Sequence[int], capture: Capture) -> None:
+        """From now on take decode steps up to the largest of these sizes from graphs, which compute on this cache."""
+        replays = {}
+        for size in sorted(sizes, reverse=True):
+            self._buffers.fill(StepPlan(scheduled=(_first_token(),)), num_rows=size)
+            replays[size] = capture(partial(self._decode, kv_cache, size))
+        self._graphs = DecodeGraphs(replays)
+
+    @torch.inference_mode()
+    def _decode(self, kv_cache: KvCache, num_rows: int) -> Tensor:
+        inputs = self._buffers.decodes(num_rows)
+        return self._decoder.forward(inputs.token_ids, inputs.positions, inputs.attention, kv_cache)
+
+    def _graph_bytes(self) -> int:
+        """What capturing takes: found out with the two largest graphs, on a block of KV, and given back."""
+        capture = CudaCapture(self._plan.device)
+        self.capture(self.allocate_kv(1), sorted(self.graph_sizes)[-2:], capture)
+        self._graphs = DecodeGraphs({})
+        first, further = capture.taken_bytes[0], capture.taken_bytes[-1]
+        return first + (len(self.graph_sizes) - 1) * further
 
     def _calibrated_scales(self) -> tuple[KvScales, ...]:
         """Scales for float8 by the keys and values of random tokens."""
@@ -214,6 +254,7 @@ class ModelRunner:
         """Run the largest steps and account for every byte of the share."""
         plan, config = self._plan, self._plan.config
         peak_bytes, peak_step = self._activation_peak()
+        other_bytes = non_torch_bytes(share.memory, plan.device)
         budget = memory_budget(
             total_bytes=share.memory.total_bytes,
             free_bytes=share.memory.free_bytes,
@@ -221,7 +262,8 @@ class ModelRunner:
             weights_bytes=self._decoder.weights.num_bytes(),
             activation_peak_bytes=peak_bytes,
             request_buffers_bytes=self._buffers.nbytes + self._sampler.nbytes,
-            non_torch_bytes=non_torch_bytes(share.memory, plan.device),
+            non_torch_bytes=other_bytes,
+            graph_bytes=self._graph_bytes() if self.graph_sizes else 0,
         )
         return MemoryReport(
             device=device_label(config, plan.device),
@@ -249,6 +291,25 @@ class ModelRunner:
 
     def _kv_layout(self) -> KvLayout:
         return kv_layout(self._plan.config, self._decoder.config, itemsize=self._kv_dtype.itemsize)
+
+
+def _graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    if device.type != "cuda" or config.enforce_eager:
+        return ()
+    return graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+
+
+def _first_token() -> ScheduledRequest:
+    """The first token of some request, in the first block."""
+    return ScheduledRequest(
+        request_id="first",
+        token_ids=(0,),
+        start=0,
+        block_ids=(0,),
+        samples=False,
+        output_index=0,
+        sampling=SamplingParams(max_tokens=1),
+    )
 
 
 def words(step: StepPlan) -> str:

@@ -51,6 +51,7 @@ ANY_VALUE = {
     "served_model_name",
     "enable_chunked_prefill",
     "enable_prefix_caching",
+    "enforce_eager",
     "scheduler_reserve_full_isl",
 }
 """Names, and switches both of whose positions work."""

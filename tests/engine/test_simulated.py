@@ -17,7 +17,8 @@ import yaml
 from engine.config import ConfigError, EngineConfig, OutOfDeviceMemoryError
 from engine.core import EXECUTORS, Core, CoreFailed, Ready, Submit, _failure_kind
 from engine.executor.clock import RealClock, VirtualClock
-from engine.executor.law import graph_sizes, law_names, load_law
+from engine.executor.graph_sizes import graph_sizes
+from engine.executor.law import law_names, load_law
 from engine.executor.simulated import SimulatedExecutor
 from engine.memory import NoKvMemoryError, NotEnoughMemoryError
 from engine.models.folder import model_folder

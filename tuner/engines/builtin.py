@@ -39,7 +39,7 @@ class BuiltinEngine:
     settable: frozenset[str] = frozenset(
         {
             *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_model_len"),
-            *("enable_chunked_prefill", "enable_prefix_caching", "dtype", "kv_cache_dtype"),
+            *("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "dtype", "kv_cache_dtype"),
             *("long_prefill_token_threshold", "max_num_active_seqs", "max_num_scheduled_tokens"),
             *("watermark", "scheduler_reserve_full_isl", "max_num_queued_reqs", "max_num_queued_tokens"),
             *("block_size", "num_gpu_blocks_override", "data_parallel_size"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.executor.law import graph_sizes
+from engine.executor.graph_sizes import graph_sizes
 from tuner.analysis.graph_grid import COARSEST_STEP, grid_floor, is_on_grid
 
 

@@ -118,10 +118,12 @@ def test_a_figure_that_cannot_be_told_is_not_an_unknown_one() -> None:
     assert [keeps_headroom(stage) for stage in (known, silent, half, declared)] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("name", ["kv_cache_memory_bytes", "quantization", "tensor_parallel_size", "enforce_eager"])
+@pytest.mark.parametrize(
+    "name", ["kv_cache_memory_bytes", "quantization", "tensor_parallel_size", "pipeline_parallel_size"]
+)
 def test_a_parameter_the_engine_does_not_have_is_named_with_the_engine(name: str) -> None:
     """Dropped in silence, a job would answer for a setting that no launch had."""
-    value: object = {"quantization": "fp8", "enforce_eager": True}.get(name, 2)
+    value: object = {"quantization": "fp8"}.get(name, 2)
     job = load_job("embedded", {"engine": {"fixed": {name: value}}, "search_space": SMALL})
     with pytest.raises(InputError, match=f"the engine builtin cannot be told engine.fixed.{name}"):
         check_job(BUILTIN, job)
