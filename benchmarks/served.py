@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 
 def environment() -> dict[str, str]:
     """This tree, whatever is installed."""
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+    others = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *([others] if others else [])])}
 
 
 @contextmanager

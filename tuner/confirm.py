@@ -13,7 +13,8 @@ from tuner.analysis.noise import launch_noise
 from tuner.analysis.profiles import ProductionChoice
 from tuner.analysis.protective import ProtectiveCandidate, judge_burst, next_candidate
 from tuner.analysis.rates import RateSearch
-from tuner.analysis.recommendation import ConfirmedPair, ConfirmedProtective, ConfirmedRate, stages_of
+from tuner.analysis.recommendation import ConfirmedProtective, ConfirmedRate
+from tuner.analysis.refutation import ConfirmedPair, refutation, stages_of
 from tuner.answer import Slo
 from tuner.engine_config import EngineConfig
 from tuner.job import TuningJob
@@ -41,7 +42,8 @@ def confirm_production(
     launched in turn with the two, and is production if it is ahead beyond noise now that nobody picked the figure.
     They go in turn and back, so that what drifts on the machine meanwhile meets all alike. Production's last launch is
     hit with the burst besides, so that protective has something to be compared with. Where the job's time is up after
-    one launch of each, that is all. Defaults that ran out of memory are not launched again.
+    one launch of each, or the first has refuted the choice, that is all. Defaults that ran out of memory are not
+    launched again.
 
     Returns:
         The choice that stands, and the launches of it and of the defaults.
@@ -54,6 +56,8 @@ def confirm_production(
         turn.remove(None)
     launches.expect(2 * len(turn) + MAX_PROTECTIVE_LAUNCHES)
     first = [(each, _confirm_once(each, candidates, defaults, launches, slo=slo, burst_load=None)) for each in turn]
+    if choice.rival is None and _is_refuted(once := _stands(choice, first, launches), slo):
+        return once
     goes_on = any(launches.has_begun(TrialRole.CONFIRM_PRODUCTION, each.config) for each in candidates)
     if launches.is_time_up() and not goes_on:
         launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
@@ -63,6 +67,12 @@ def confirm_production(
         for each in turn[::-1]
     ]
     return _stands(choice, [*first, *again], launches)
+
+
+def _is_refuted(once: tuple[ProductionChoice, ConfirmedPair], slo: Slo) -> bool:
+    """Whether one launch is enough to tell: one that failed is tried again, one that broke a limit is not."""
+    choice, pair = once
+    return bool(stages_of(pair.production, StageKind.OPERATING)) and refutation(choice, pair, slo) is not None
 
 
 def _confirm_once(

@@ -9,7 +9,8 @@ from dataclasses import replace
 from tuner.analysis.explanation import Wanted
 from tuner.analysis.profiles import ProductionChoice, choose_production, run_verdict
 from tuner.analysis.protective import choose_protective
-from tuner.analysis.recommendation import Confirmations, recommend, refutation
+from tuner.analysis.recommendation import Confirmations, recommend
+from tuner.analysis.refutation import refutation, with_room
 from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, Slo
 from tuner.confirm import confirm_production, measure_safe_rate, try_protective
 from tuner.engine_config import EngineConfig
@@ -25,8 +26,8 @@ from tuner.store import RunStore
 from tuner.study import Study
 from tuner.trial import TrialRunner
 
-MAX_CHOICES = 2
-"""Choices of production that are confirmed, the second only where launches refuted the first."""
+MAX_CHOICES = 3
+"""Choices of production that are confirmed, each further one only where launches refuted the one before."""
 
 BURST_FACTOR = 2
 """The burst's load, in knees."""
@@ -132,7 +133,10 @@ def _confirm(
         launches.note(reason)
         setbacks.append(reason)
         searched = [_without(trial, choice) for trial in searched]
-        choice = choose_production(searched, slo, ceiling=_ceiling(job, launches))
+        roomy, ceiling = with_room(slo, choice, pair), _ceiling(job, launches)
+        choice = choose_production(searched, roomy, ceiling=ceiling) or choose_production(
+            searched, slo, ceiling=ceiling
+        )
     return Confirmations(setbacks=tuple(setbacks))
 
 

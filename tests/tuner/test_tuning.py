@@ -218,6 +218,27 @@ def test_a_production_that_its_own_launches_refute_is_never_deployed(tmp_path: P
     assert len(set(map(str, confirmed))) == 2
 
 
+def test_a_choice_just_inside_a_limit_gives_way_to_one_with_room(tmp_path: Path) -> None:
+    """Whoever gives a tight limit would else get no answer: the luckiest stage inside it is not so lucky again."""
+
+    def slower_again(made: StageRecord) -> StageRecord:
+        made = _saturating(made)
+        again = made.kind in (StageKind.OPERATING, StageKind.DOUBLE)
+        return made.model_copy(update={"itl_p95_ms": estimate(1.15 * made.itl_p95_ms.value)}) if again else made
+
+    limits = {"slo": {"ttft_p95": "1s", "itl_p95": "20ms"}}
+    answer, store, _ = _run(tmp_path, reshape=slower_again, over=limits)
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.production is not None
+    assert 0 < answer.production.operating_point.itl_p95_ms.value <= 20.0
+    launched = [trial for trial in store.trials() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    refuted, *confirmed = [trial.config.max_num_seqs for trial in launched]
+    assert len(confirmed) == 2  # what one launch has refuted is not launched again
+    assert set(confirmed) == {answer.production.config.max_num_seqs}
+    assert refuted > confirmed[0]
+    assert any("refuted when re-measured" in warning for warning in answer.warnings)
+
+
 def test_a_refuted_choice_gives_way_to_the_next_best(tmp_path: Path) -> None:
     """One lucky trial does not cost the user the answer."""
     refuted: list[EngineConfig] = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.analysis.combine import operating_point_of, ratio
@@ -15,7 +14,7 @@ from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, RunFinding
 from tuner.analysis.protective import LIVABLE, ProtectiveCandidate
 from tuner.analysis.rates import RateSearch, safe_rate_found
-from tuner.analysis.slo import KV_HEADROOM, violations
+from tuner.analysis.refutation import ConfirmedPair, stages_of
 from tuner.answer import (
     Baseline,
     BurstEvidence,
@@ -30,15 +29,7 @@ from tuner.answer import (
 )
 from tuner.engine_config import EngineConfig
 from tuner.records import FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
-from tuner.wording import config_text, kv_use, preemptions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfirmedPair:
-    """Production and the defaults, re-measured in turn at the same loads."""
-
-    production: tuple[TrialRecord, ...]
-    baseline: tuple[TrialRecord, ...]
+from tuner.wording import preemptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,39 +68,6 @@ class Confirmations:
     rate: ConfirmedRate | None = None
     setbacks: tuple[str, ...] = ()
     """Choices that their own launches refuted, and candidates that failed: a sentence each."""
-
-
-def refutation(choice: ProductionChoice, pair: ConfirmedPair, slo: Slo) -> str | None:
-    """Why the launches of production do not bear the choice out, or None."""
-    stages = stages_of(pair.production, StageKind.OPERATING)
-    if not stages:
-        failures = [trial.outcome.detail for trial in pair.production if trial.outcome.outcome == "failed"]
-        return (
-            f"no launch of {config_text(choice.config)} gave a valid stage: {'; '.join(failures) or 'none was valid'}"
-        )
-    point = operating_point_of(stages)
-    faults = []
-    if not point.has_no_preemptions:
-        faults.append(f"{preemptions(point)} preemptions")
-    if point.is_unknown("kv_cache_usage_peak") or (point.kv_cache_usage_peak or 0.0) > 1 - KV_HEADROOM:
-        faults.append(f"KV use {kv_use(point)}")
-    faults += [fault for stage in stages for fault in _over(stage, slo)]
-    if not faults:
-        return None
-    return f"{config_text(choice.config)} was refuted when re-measured at load {point.load}: {', '.join(faults)}"
-
-
-def _over(stage: StageRecord, slo: Slo) -> Iterator[str]:
-    """Which limits one launch did not keep: a mean over launches would hide the one that broke them."""
-    over = violations(stage, slo)
-    for name, key, measured, limit in (
-        ("TTFT", "ttft_p95", stage.ttft_p95_ms, slo.ttft_p95_ms),
-        ("ITL", "itl_p95", stage.itl_p95_ms, slo.itl_p95_ms),
-    ):
-        if over[key] > 0:
-            few = "" if measured.has_interval else f" by {measured.num_samples} samples, too few"
-            value = "unknown" if math.isnan(measured.value) else f"{measured.value:.4g}"
-            yield f"p95 {name} {value} of {limit:.4g} ms{few}"
 
 
 def recommend(
@@ -199,16 +157,6 @@ def _device(trials: Sequence[TrialRecord], provenance: Provenance) -> str:
             size = "" if facts.memory_total_bytes is None else f", {facts.memory_total_bytes / 2**20:.0f} MiB"
             return f"{facts.device}{size}"
     return provenance.device
-
-
-def stages_of(trials: Sequence[TrialRecord], kind: StageKind, *, load: float | None = None) -> list[StageRecord]:
-    """The valid stages of that kind, and of that load if one is given; of each measured trial the last one."""
-    found = []
-    for trial in trials:
-        if trial.outcome.outcome == "measured":
-            stages = [stage for stage in trial.outcome.stages if stage.kind is kind and stage.valid]
-            found += [stage for stage in stages if load in (None, stage.load)][-1:]
-    return found
 
 
 def _production(choice: ProductionChoice, pair: ConfirmedPair | None, noise: LaunchNoise | None) -> Profile:
