@@ -52,7 +52,7 @@ $(LLAMA_SERVER): $(STAMP)
 test-llama: $(STAMP) $(LLAMA_SERVER) ## Run the tests on llama.cpp's server: ten minutes to build on two cores (needs cmake, a compiler)
 	$(BIN)/python -m pytest -m llama tests/contracts
 
-kernels-report: $(STAMP) ## Compile every kernel for sm_80 and sm_90 without a GPU, and refresh docs/kernels.md
+kernels-report: $(STAMP) ## Compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and refresh docs/kernels.md
 	$(BIN)/python -m benchmarks.kernels_report
 
 check: $(STAMP) ## Lint, types and the rooms' import contracts

@@ -21,9 +21,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 HEAD = f"""# What the kernels take of a chip
 
 Made by `make kernels-report`: each kernel in each dtype and tile that is shipped, compiled ahead of time by Triton
-{version("triton")} for {" and ".join(chip.name for chip in CHIPS)}. No GPU was needed, and none was used: these are the
+{version("triton")} for {", ".join(chip.name for chip in CHIPS)}. No GPU was needed, and none was used: these are the
 compiler's figures, no times. Registers are a thread's; spilled are bytes of its local memory, which is slow; shared
-memory is a program's.
+memory is a program's. Tiles are chosen for sm_80 and sm_90, where nothing may spill; gfx942 shows that they compile
+and fit there.
 """
 
 
@@ -50,7 +51,7 @@ def _table(variants: Iterator[Variant], faults: list[str]) -> Iterator[str]:
     for variant in variants:
         taken = [compiled(variant, chip) for chip in CHIPS]
         for chip, each in zip(CHIPS, taken, strict=True):
-            if each.spilled_bytes or each.shared_bytes > chip.shared_bytes:
+            if (each.spilled_bytes and not chip.may_spill) or each.shared_bytes > chip.shared_bytes:
                 faults.append(f"{variant.name} does not fit {chip.name}: {each}")
         cells = "".join(f" {each.registers} | {each.spilled_bytes} | {each.shared_bytes} |" for each in taken)
         yield f"| {variant.name} | {variant.num_warps} |{cells}"

@@ -1,7 +1,8 @@
 """Compile kernels for a chip that is not there, and read what they take of it.
 
 Registers, spills and shared memory decide how many programs share an SM, and whether a kernel can be launched at all.
-Triton compiles for a named target without a driver; `cuobjdump` of its own package tells what the result takes.
+Triton compiles for a named target without a driver; for NVIDIA `cuobjdump` of its own package tells what the result
+takes, for AMD the assembly's own metadata (LLVM: AMDGPU usage, code object metadata).
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ class Chip:
     """A target and its limits."""
 
     name: str
-    capability: int
+    target: GPUTarget
     shared_bytes: int
-    """Shared memory that one program may take at the most (CUDA C programming guide, technical specifications)."""
+    """Shared memory that one program may take at the most (CUDA C programming guide, technical specifications; AMD
+    Instinct MI300 instruction set architecture, local data share)."""
+
+    may_spill: bool = False
+    """Whether tiles were chosen for others, and it is enough that kernels run here."""
 
 
 CHIPS = (
-    Chip(name="sm_80", capability=80, shared_bytes=163 * 1024),
-    Chip(name="sm_90", capability=90, shared_bytes=227 * 1024),
+    Chip(name="sm_80", target=GPUTarget("cuda", 80, 32), shared_bytes=163 * 1024),
+    Chip(name="sm_90", target=GPUTarget("cuda", 90, 32), shared_bytes=227 * 1024),
+    Chip(name="gfx942", target=GPUTarget("hip", "gfx942", 64), shared_bytes=64 * 1024, may_spill=True),
 )
 
 
@@ -55,7 +61,7 @@ class Taken:
     """Of each thread."""
 
     spilled_bytes: int
-    """Of each thread: local memory and stack, where registers did not suffice."""
+    """Of each thread: memory, where registers did not suffice. AMD's scalars that go to vector registers are not."""
 
     shared_bytes: int
     """Of each program."""
@@ -76,13 +82,25 @@ def compiled(variant: Variant, chip: Chip) -> Taken:
     attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
     source = ASTSource(variant.kernel, signature, constexprs=dict(variant.constants), attrs=attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", chip.capability, 32), options=options)
+    kernel = triton.compile(source, target=chip.target, options=options)
+    if chip.target.backend == "hip":
+        registers, scratch_bytes = (_metadatum(name, kernel.asm["amdgcn"]) for name in _OF_A_THREAD)
+        return Taken(registers=registers, spilled_bytes=scratch_bytes, shared_bytes=kernel.metadata.shared)
     usage = _resource_usage(kernel.asm["cubin"])
     return Taken(
         registers=usage["REG"],
         spilled_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=kernel.metadata.shared,
     )
+
+
+_OF_A_THREAD = ("vgpr_count", "private_segment_fixed_size")
+
+
+def _metadatum(name: str, assembly: str) -> int:
+    """A number of the only kernel of an AMD assembly."""
+    (value,) = re.findall(rf"^\s*\.{name}:\s+(\d+)$", assembly, re.MULTILINE)
+    return int(value)
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
