@@ -81,6 +81,7 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_FP8: tl.constexpr,
+    DTYPE: tl.constexpr,  # of what is multiplied
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = _request_of(tile, query_starts_ptr, num_requests, QUERIES)
@@ -99,8 +100,7 @@ def _attention_kernel(
     in_head = columns < head_size
     tokens = (first_token + queries).to(tl.int64)
     query_offsets = (tokens * query_token_stride + heads.to(tl.int64) * query_head_stride)[:, None] + columns[None, :]
-    query = tl.load(query_ptr + query_offsets, mask=is_query[:, None] & in_head[None, :], other=0.0)
-    dtype: tl.constexpr = query.dtype
+    query = tl.load(query_ptr + query_offsets, mask=is_query[:, None] & in_head[None, :], other=0.0).to(DTYPE)
     positions = context - num_queries + queries
 
     # Keys that some query of the tile sees; every split takes a share of them in whole tiles.
@@ -122,7 +122,7 @@ def _attention_kernel(
         places += kv_head.to(tl.int64) * cache_head_stride
         there = is_key[:, None] & in_head[None, :]
         offsets = places[:, None] + columns[None, :]
-        key = _load_cache(key_cache_ptr, offsets, there, IS_FP8, dtype)
+        key = _load_cache(key_cache_ptr, offsets, there, IS_FP8, DTYPE)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
         age = positions[:, None] - keys[None, :]
         seen = is_key[None, :] & (age >= 0)
@@ -134,8 +134,8 @@ def _attention_kernel(
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - safe[:, None])
         decay = tl.exp2(maxima - safe)
-        value = _load_cache(value_cache_ptr, offsets, there, IS_FP8, dtype)
-        out = out * decay[:, None] + tl.dot(weights.to(dtype), value, input_precision="ieee")
+        value = _load_cache(value_cache_ptr, offsets, there, IS_FP8, DTYPE)
+        out = out * decay[:, None] + tl.dot(weights.to(DTYPE), value, input_precision="ieee")
         sums = sums * decay + tl.sum(weights, axis=1)
         maxima = higher
 
@@ -241,6 +241,7 @@ def paged_attention(
         SPLITS=splits,
         HAS_WINDOW=window is not None,
         IS_FP8=is_fp8,
+        DTYPE=_multiplied(query.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -249,6 +250,14 @@ def paged_attention(
             parts, maxima, sums, out, head_size, value_scale, SPLITS=splits, COLUMNS=tile.columns
         )
     return out
+
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def _multiplied(dtype: torch.dtype) -> tl.dtype:
+    """The queries' own type. The interpreter computes with bfloat16's bits as if they were whole numbers."""
+    return tl.float32 if triton.knobs.runtime.interpret and dtype == torch.bfloat16 else _TYPES[dtype]
 
 
 def _partial(query: Tensor, splits: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -304,6 +313,7 @@ def _variant(dtype: torch.dtype, head_size: int, tile: AttentionTile, *, splits:
             "SPLITS": splits,
             "HAS_WINDOW": True,
             "IS_FP8": is_fp8,
+            "DTYPE": _TYPES[dtype],
             **absent,
         },
         num_warps=tile.num_warps,

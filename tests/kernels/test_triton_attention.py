@@ -75,13 +75,13 @@ def _step(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_decodes_of_ragged_contexts(dtype: torch.dtype) -> None:
     """A first token, full blocks, one more than full, and a long one, each on its own keys alone."""
     _step([(1, 1), (1, 16), (1, 17), (1, 131)], dtype=dtype).agrees()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_chunks_and_decodes_in_one_step(dtype: torch.dtype) -> None:
     """Whole prompts, chunks that go on with a context, and decodes between them."""
     _step([(5, 5), (1, 40), (37, 90), (1, 1), (3, 35)], dtype=dtype).agrees()
