@@ -164,7 +164,10 @@ def safe_rate(rate_rps: SafeRateFigure) -> str:
     seen = ""
     if rate_rps.offered_rps is not None and rate_rps.sent_rps is not None:
         seen = f" (offered {number(rate_rps.offered_rps)}, sent {number(rate_rps.sent_rps)})"
-    return f"{number(rate_rps.value)} requests/s{seen}; {above}"
+    slower = ""
+    if rate_rps.low is not None and rate_rps.low < rate_rps.value:
+        slower = f", {number(rate_rps.low)} by a launch that is slower, as launches here differ"
+    return f"{number(rate_rps.value)} requests/s{seen}{slower}; {above}"
 
 
 def _attained(share_inside: Estimate) -> str:

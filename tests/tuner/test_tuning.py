@@ -17,6 +17,7 @@ from optuna.trial import TrialState
 
 from tests.fakes.records import estimate, resolved_run
 from tests.fakes.workers import FakeWorkers, Reshape, Rule
+from tuner.analysis.noise import kept_by_another
 from tuner.analysis.standing import standing
 from tuner.answer import Recommendation, RunVerdict
 from tuner.engine_config import EngineConfig
@@ -609,6 +610,8 @@ def test_production_is_tried_with_arrivals_at_a_rate(tmp_path: Path) -> None:
     safe = answer.safe_rate_rps
     assert safe is not None
     assert safe.high is not None
+    assert answer.launch_noise is not None
+    assert safe.low == pytest.approx(safe.value * kept_by_another(answer.launch_noise))
     (trial,) = [trial for trial in store.trials() if trial.role is TrialRole.SAFE_RATE]
     assert trial.config == answer.production.config
     assert isinstance(trial.outcome, Measured)

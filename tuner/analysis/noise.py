@@ -90,6 +90,11 @@ def relative_half_width(estimates: Sequence[Estimate], noise: LaunchNoise) -> fl
     return _student_t(noise) * math.sqrt(math.fsum(known) + between) / len(known)
 
 
+def kept_by_another(noise: LaunchNoise) -> float:
+    """The share of one launch's speed that another launch of the setting keeps, 95 % sure: both scatter."""
+    return max(0.0, 1.0 - math.sqrt(2.0) * _student_t(noise) * noise.relative_sd)
+
+
 def _student_t(noise: LaunchNoise) -> float:
     return student_t_975(min(noise.degrees_of_freedom, _MOST_DEGREES))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tuner.analysis.combine import operating_point_of, ratio
 from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_of
 from tuner.analysis.no_safe_rate import none_safe
-from tuner.analysis.noise import launch_noise
+from tuner.analysis.noise import kept_by_another, launch_noise
 from tuner.analysis.not_further import not_further
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, RunFinding
@@ -24,6 +24,7 @@ from tuner.answer import (
     Provenance,
     Recommendation,
     RunVerdict,
+    SafeRateFigure,
     Slo,
     TimeSplit,
 )
@@ -98,7 +99,7 @@ def recommend(
     if production_profile is not None and why_not is not None:
         reason = f"{reason}; {why_not}"
     rate = confirmations.rate
-    safe_rate_rps = None if rate is None else safe_rate_found(rate.stages, rate.search.slo)
+    safe_rate_rps = None if rate is None else _of_any_launch(safe_rate_found(rate.stages, rate.search.slo), noise)
     diagnosis = diagnosis_of(choice, trials, production_profile, protective_profile, slo, requests.mix)
     simulated = provenance.simulated or any(
         trial.outcome.facts.simulated for trial in trials if trial.outcome.outcome == "measured"
@@ -131,6 +132,17 @@ def recommend(
             *([] if production_profile is None else _no_safe_rate(rate)),
         ),
     )
+
+
+def _of_any_launch(figure: SafeRateFigure | None, noise: LaunchNoise | None) -> SafeRateFigure | None:
+    """The rate with a lower end that holds for another launch as well.
+
+    Where every step takes f times as long, arrivals at 1 / f of the rate meet the same queues, all of it f times as
+    slow. So what a slower launch holds is the rate times the share of the speed that it keeps.
+    """
+    if figure is None or noise is None:
+        return figure
+    return figure.model_copy(update={"low": figure.value * kept_by_another(noise)})
 
 
 def _verdict(

@@ -31,7 +31,8 @@ def rungs(recommendation: Recommendation) -> tuple[Rung, ...]:
         return ()
     limit = production.operating_point.load
     rate_rps = recommendation.safe_rate_rps
-    rate = "" if rate_rps is None else f", and arrivals to {wording.number(rate_rps.value)} requests/s, its safe rate"
+    held_rps = None if rate_rps is None else rate_rps.value if rate_rps.low is None else rate_rps.low
+    rate = "" if held_rps is None else f", and arrivals to {wording.number(held_rps)} requests/s, its safe rate"
     gateway = Rung(
         f"At the gateway, hold requests in flight to {limit}, the load production was measured at{rate}; "
         "turn long prompts away first.",

@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 
 from tests.fakes.records import CHOSEN, estimate, facts, stage
 from tuner.analysis.combine import combined, ratio
-from tuner.analysis.noise import FEWEST_DEGREES, launch_noise, widened
+from tuner.analysis.noise import FEWEST_DEGREES, kept_by_another, launch_noise, widened
 from tuner.answer import LaunchNoise
 from tuner.engine_config import EngineConfig
 from tuner.records import Estimate, Measured, TrialRecord, TrialRole
@@ -173,3 +173,16 @@ def test_without_known_noise_launches_are_an_envelope() -> None:
     gain = ratio(pair, [estimate(100.0, spread=0.02)] * 2)
     assert gain is not None
     assert (gain.low, gain.high) == (pytest.approx(88.2 / 102), pytest.approx(112.2 / 98))
+
+
+@pytest.mark.parametrize("degrees", [4, 19])
+def test_most_launches_keep_the_share_that_is_promised_of_another(degrees: int) -> None:
+    """A rate that was safe on a lucky launch is deployed on an unlucky one: both have their part in the difference."""
+    rng, sd, num = np.random.default_rng(3), 0.04, 20_000
+    told = sd * np.sqrt(rng.chisquare(degrees, num) / degrees)
+    noises = [LaunchNoise(relative_sd=each, num_launches=9, degrees_of_freedom=degrees) for each in told]
+    promised = np.array([kept_by_another(noise) for noise in noises])
+    kept = np.exp(sd * (rng.standard_normal(num) - rng.standard_normal(num)))
+    assert 0.95 <= (kept >= promised).mean() <= 0.985
+    assert kept_by_another(LaunchNoise(relative_sd=0.0, num_launches=9, degrees_of_freedom=degrees)) == 1.0
+    assert kept_by_another(LaunchNoise(relative_sd=0.9, num_launches=9, degrees_of_freedom=degrees)) == 0.0
