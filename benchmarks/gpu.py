@@ -62,6 +62,9 @@ def main(
     if part is not None:
         _measure(part, out, smoke=smoke)
         return
+    if not (smoke or _has_gpu()):
+        print("torch finds no GPU: --smoke runs all of it on a CPU", file=sys.stderr)
+        raise typer.Exit(2)
     out.mkdir(parents=True, exist_ok=True)
     began_s, tables, failures = time.perf_counter(), {}, {}
     for name in PARTS:
@@ -117,6 +120,13 @@ def _measure(name: str, out: Path, *, smoke: bool) -> None:
     out.write_text(json.dumps(tables))
 
 
+def _has_gpu() -> bool:
+    """Whether torch finds one; nothing is taken of it yet."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _card(*, smoke: bool) -> dict[str, object]:
     """What it was measured on, and with what."""
     import torch
@@ -125,7 +135,7 @@ def _card(*, smoke: bool) -> dict[str, object]:
 
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "CUDA": torch.version.cuda}
     versions |= {"triton": triton.__version__, "transformers": transformers.__version__}
-    if smoke or not torch.cuda.is_available():
+    if smoke:
         return {"device": "cpu", "versions": versions}
     card = torch.cuda.get_device_properties(0)
     return {

@@ -117,7 +117,6 @@ def small(*, smoke: bool) -> dict[str, Rows]:
 
 def large(*, smoke: bool) -> dict[str, Rows]:
     """Tokens/s of Llama-3-8B's shape."""
-    device_of(smoke=smoke)
     shape = shape_of("large", smoke=smoke)
     with saved(shape) as folder:
         return {f"Tokens/s, {shape.name}": _tokens_per_s(shape, folder)}
@@ -178,7 +177,6 @@ def _prompts(count: int, length: int, *, seed: int) -> list[list[int]]:
 
 def agreement(*, smoke: bool) -> dict[str, Rows]:
     """Whether the likeliest token after each of a text's is the reference's, and how far apart the scores are."""
-    device_of(smoke=smoke)
     shape = shape_of("small", smoke=smoke)
     length = 64 if smoke else 512
     with saved(shape) as folder:
