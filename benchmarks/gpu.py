@@ -45,7 +45,7 @@ PARTS = {
     "kernels": Part(module="gpu_kernels", function="kernels", most_s=150.0),
     "small": Part(module="gpu_engine", function="small", most_s=150.0),
     "agreement": Part(module="gpu_engine", function="agreement", most_s=90.0),
-    "ladder": Part(module="gpu_ladder", function="ladder", most_s=150.0),
+    "ladder": Part(module="gpu_ladder", function="ladder", most_s=180.0),
     "large": Part(module="gpu_engine", function="large", most_s=200.0),
 }
 

@@ -58,7 +58,7 @@ def ladder(*, smoke: bool) -> dict[str, Rows]:
 def _climb(url: str, fence: int, max_model_len: int, *, smoke: bool) -> list[StageRecord]:
     workload = load_workload("chat-short")
     short = {"min_requests": 20, "min_time": "200ms", "max_time": "1s", "max_warm_up": "1s", "precision": 0.5}
-    measure = MeasureSpec.model_validate(short if smoke else {"max_time": "6s", "max_warm_up": "4s"})
+    measure = MeasureSpec.model_validate(short if smoke else {"max_time": "4s", "max_warm_up": "3s"})
     task = Climb(
         plan=Ladder(max_num_seqs=fence, max_load=2 * fence),
         workload=workload,

@@ -49,7 +49,8 @@ def _load_cache(ptr, offsets, there, IS_FP8: tl.constexpr, dtype: tl.constexpr):
     return from_float8(stored).to(dtype) if IS_FP8 else stored.to(dtype)
 
 
-@triton.jit
+# Batches of every size come: one of 1 or of a multiple of 16 would each be compiled anew, while others wait.
+@triton.jit(do_not_specialize=["num_requests"])
 def _attention_kernel(
     query_ptr,  # (tokens, query heads, head_size)
     key_cache_ptr,  # (blocks, block_size, kv heads, head_size)

@@ -119,13 +119,14 @@ def test_a_trial_measures_what_it_asked_for(make_spec: MakeSpec) -> None:
         assert (stage.mean_prompt_tokens, stage.mean_output_tokens) == (160, 16)
         assert stage.prefix_cache_reset == "done"
         assert stage.kv_cache_usage_peak is not None
-        assert stage.kv_cache_usage_peak > 0
         assert stage.peak_running is not None
         assert stage.peak_running <= 2
         assert stage.steps is not None
         assert stage.memory.reserved_bytes is not None
         assert stage.memory.in_use_peak_bytes is None  # vLLM does not tell the activations
         assert not any("estimated" in reason for reason in stage.invalid_reasons)
+    # One short request at a time may be over whenever a scrape comes.
+    assert max(stage.kv_cache_usage_peak or 0.0 for stage in stages if stage.load == 4) > 0
     record = _record(events)
     if isinstance(record.outcome, Measured):  # a busy machine's stages may be invalid, and then it has no facts
         assert record.outcome.facts.kv_block_bytes == 2 * 4 * 4 * 32 * 4 * 128
