@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.device import num_sms
 from kernels.float8 import from_float8
 from kernels.reference import FP8
-from kernels.tiles import AttentionTile, attention_tile, next_power_of_2, num_splits
+from kernels.tiles import MOST_SPLITS, AttentionTile, attention_tile, next_power_of_2, num_splits
 from kernels.variants import FLOATS, HEAD_SIZES, Variant, pointer
 
 _LOG2_E = math.log2(math.e)
@@ -50,7 +50,7 @@ def _load_cache(ptr, offsets, there, IS_FP8: tl.constexpr, dtype: tl.constexpr):
 
 
 # Batches of every size come: one of 1 or of a multiple of 16 would each be compiled anew, while others wait.
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "splits"])
 def _attention_kernel(
     query_ptr,  # (tokens, query heads, head_size)
     key_cache_ptr,  # (blocks, block_size, kv heads, head_size)
@@ -58,8 +58,8 @@ def _attention_kernel(
     block_tables_ptr,  # (requests, columns) int32
     context_lens_ptr,  # (requests,) int32
     query_starts_ptr,  # (requests + 1,) int32
-    out_ptr,  # (tokens, query heads, head_size), or with splits (tokens, query heads, SPLITS, head_size) float32
-    maxima_ptr,  # with splits (tokens, query heads, SPLITS) float32
+    out_ptr,  # (tokens, query heads, head_size), or with splits (tokens, query heads, splits, head_size) float32
+    maxima_ptr,  # with splits (tokens, query heads, splits) float32
     sums_ptr,  # likewise
     query_token_stride,
     query_head_stride,
@@ -68,6 +68,7 @@ def _attention_kernel(
     cache_head_stride,
     table_stride,
     num_requests,
+    splits,
     num_heads,
     block_size,
     head_size,
@@ -79,7 +80,7 @@ def _attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_FP8: tl.constexpr,
     DTYPE: tl.constexpr,  # of what is multiplied
@@ -107,9 +108,10 @@ def _attention_kernel(
     # Keys that some query of the tile sees; every split takes a share of them in whole tiles.
     end = context - num_queries + tl.minimum(first_query + QUERIES, num_queries)
     begin = tl.maximum(0, context - num_queries + first_query - window + 1) // KEYS * KEYS if HAS_WINDOW else 0
-    share = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLITS) * KEYS
-    begin += split * share
-    end = tl.minimum(end, begin + share)
+    if IS_SPLIT:
+        share = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
+        begin += split * share
+        end = tl.minimum(end, begin + share)
 
     maxima = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.zeros((ROWS,), tl.float32)
@@ -142,37 +144,39 @@ def _attention_kernel(
 
     results = tokens * num_heads + heads
     stored = is_query[:, None] & in_head[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         out = out / tl.where(is_query, sums, 1.0)[:, None] * value_scale
         out_offsets = results[:, None] * head_size + columns[None, :]
         tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=stored)
     else:
-        parts = results * SPLITS + split
+        parts = results * splits + split
         tl.store(maxima_ptr + parts, maxima, mask=is_query)
         tl.store(sums_ptr + parts, sums, mask=is_query)
         tl.store(out_ptr + parts[:, None] * head_size + columns[None, :], out, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     parts_ptr,  # (tokens, query heads, splits, head_size) float32, contiguous
     maxima_ptr,  # (tokens, query heads, splits) float32
     sums_ptr,  # likewise
     out_ptr,  # (tokens, query heads, head_size), contiguous
+    splits,
     head_size,
     value_scale,
-    SPLITS: tl.constexpr,
+    MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     result = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, SPLITS)
+    split = tl.arange(0, MOST)
+    there = split < splits
     columns = tl.arange(0, COLUMNS)
     in_head = columns < head_size
-    maxima = tl.load(maxima_ptr + result * SPLITS + splits)
+    maxima = tl.load(maxima_ptr + result * splits + split, mask=there, other=float("-inf"))
     weights = tl.exp2(maxima - tl.max(maxima, axis=0))
-    sums = tl.load(sums_ptr + result * SPLITS + splits)
-    part_offsets = (result * SPLITS + splits)[:, None] * head_size + columns[None, :]
-    parts = tl.load(parts_ptr + part_offsets, mask=in_head[None, :], other=0.0)
+    sums = tl.load(sums_ptr + result * splits + split, mask=there, other=0.0)
+    part_offsets = (result * splits + split)[:, None] * head_size + columns[None, :]
+    parts = tl.load(parts_ptr + part_offsets, mask=there[:, None] & in_head[None, :], other=0.0)
     out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(sums * weights, axis=0) * value_scale
     tl.store(out_ptr + result * head_size + columns, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
@@ -228,6 +232,7 @@ def paged_attention(
         *key_cache.stride()[:3],
         block_tables.stride(0),
         num_requests,
+        splits,
         num_heads,
         block_size,
         head_size,
@@ -239,7 +244,7 @@ def paged_attention(
         ROWS=tile.rows,
         KEYS=tile.keys,
         COLUMNS=tile.columns,
-        SPLITS=splits,
+        IS_SPLIT=splits > 1,
         HAS_WINDOW=window is not None,
         IS_FP8=is_fp8,
         DTYPE=_multiplied(query.dtype),
@@ -248,7 +253,7 @@ def paged_attention(
     )
     if splits > 1:
         _combine_kernel[(num_tokens * num_heads,)](
-            parts, maxima, sums, out, head_size, value_scale, SPLITS=splits, COLUMNS=tile.columns
+            parts, maxima, sums, out, splits, head_size, value_scale, MOST=MOST_SPLITS, COLUMNS=tile.columns
         )
     return out
 
@@ -278,20 +283,20 @@ def shipped() -> Iterator[Variant]:
             tile = attention_tile(
                 head_size=head_size, group=4, itemsize=dtype.itemsize, is_decode=is_decode, is_fp8=is_fp8
             )
-            yield _variant(dtype, head_size, tile, splits=8 if is_decode else 1, is_fp8=is_fp8)
+            yield _variant(dtype, head_size, tile, is_split=is_decode, is_fp8=is_fp8)
         yield _combined(dtype, head_size)
 
 
-def _variant(dtype: torch.dtype, head_size: int, tile: AttentionTile, *, splits: int, is_fp8: bool) -> Variant:
+def _variant(dtype: torch.dtype, head_size: int, tile: AttentionTile, *, is_split: bool, is_fp8: bool) -> Variant:
     stored = torch.uint8 if is_fp8 else dtype
-    integers = ("num_requests", "num_heads", "block_size", "head_size", "window")
+    integers = ("num_requests", "splits", "num_heads", "block_size", "head_size", "window")
     strides = (
         *("query_token_stride", "query_head_stride", "cache_block_stride", "cache_slot_stride"),
         *("cache_head_stride", "table_stride"),
     )
-    partial = dict.fromkeys(("maxima_ptr", "sums_ptr"), pointer(torch.float32)) if splits > 1 else {}
-    absent = {} if splits > 1 else {"maxima_ptr": None, "sums_ptr": None}
-    said = f"{tile.rows}x{tile.keys}{f', {splits} splits' if splits > 1 else ''}{', fp8 cache' if is_fp8 else ''}"
+    partial = dict.fromkeys(("maxima_ptr", "sums_ptr"), pointer(torch.float32)) if is_split else {}
+    absent = {} if is_split else {"maxima_ptr": None, "sums_ptr": None}
+    said = f"{tile.rows}x{tile.keys}{', in splits' if is_split else ''}{', fp8 cache' if is_fp8 else ''}"
     return Variant(
         name=f"paged_attention {str(dtype).removeprefix('torch.')} head {head_size} {said}",
         kernel=_attention_kernel,
@@ -299,7 +304,7 @@ def _variant(dtype: torch.dtype, head_size: int, tile: AttentionTile, *, splits:
             "query_ptr": pointer(dtype),
             **dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), pointer(stored)),
             **dict.fromkeys(("block_tables_ptr", "context_lens_ptr", "query_starts_ptr"), pointer(torch.int32)),
-            "out_ptr": pointer(torch.float32 if splits > 1 else dtype),
+            "out_ptr": pointer(torch.float32 if is_split else dtype),
             **partial,
             **dict.fromkeys(strides, "i64"),
             **dict.fromkeys(integers, "i32"),
@@ -311,7 +316,7 @@ def _variant(dtype: torch.dtype, head_size: int, tile: AttentionTile, *, splits:
             "ROWS": tile.rows,
             "KEYS": tile.keys,
             "COLUMNS": tile.columns,
-            "SPLITS": splits,
+            "IS_SPLIT": is_split,
             "HAS_WINDOW": True,
             "IS_FP8": is_fp8,
             "DTYPE": _TYPES[dtype],
@@ -329,9 +334,9 @@ def _combined(dtype: torch.dtype, head_size: int) -> Variant:
         signature={
             **dict.fromkeys(("parts_ptr", "maxima_ptr", "sums_ptr"), pointer(torch.float32)),
             "out_ptr": pointer(dtype),
-            "head_size": "i32",
+            **dict.fromkeys(("splits", "head_size"), "i32"),
             "value_scale": "fp32",
         },
-        constants={"SPLITS": 32, "COLUMNS": next_power_of_2(head_size)},
+        constants={"MOST": MOST_SPLITS, "COLUMNS": next_power_of_2(head_size)},
         num_warps=4,
     )

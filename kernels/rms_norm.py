@@ -19,7 +19,8 @@ from kernels.tiles import RowTile, row_tile
 from kernels.variants import FLOATS, Variant, pointer
 
 
-@triton.jit
+# However many rows a step has: one of 1 or of a multiple of 16 would each be compiled anew, while others wait.
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,  # (outer, inner, row_size)
     residual_ptr,  # (outer, inner, row_size), or not read

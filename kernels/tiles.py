@@ -116,7 +116,7 @@ def attention_tile(*, head_size: int, group: int, itemsize: int, is_decode: bool
             rows=rows,
             keys=16,
             columns=columns,
-            num_warps=16 if is_wide else 8,
+            num_warps=(4 if is_fp8 else 16) if is_wide else 8,
             num_stages=1 if is_wide and is_fp8 else 2,
         )
     if is_decode:
