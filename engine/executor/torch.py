@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -119,6 +119,8 @@ class TorchExecutor:
         size = human(num_blocks * report.layout.block_bytes)
         logger.info("taking %s for %d KV blocks; many gigabytes of RAM take a while", size, num_blocks)
         self._kv_cache = self._runner.allocate_kv(num_blocks)
+        if plan.device.type == "cuda":
+            self._runner.warm_up(self._kv_cache)
         if self._runner.graph_sizes:
             logger.info("capturing %d graphs for decode steps", len(self._runner.graph_sizes))
             self._runner.capture(self._kv_cache, self._runner.graph_sizes, CudaCapture(plan.device))
@@ -209,6 +211,25 @@ class ModelRunner:
         block_size = self._plan.config.block_size
         shape = (layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
         return new_kv_cache(shape, self._kv_scales[:layers], self._kv_dtype, like)
+
+    def warm_up(self, kv_cache: KvCache) -> None:
+        """Take the steps whose kernels neither the largest ones nor graphs launch.
+
+        A kernel is compiled by its first launch, for a second or more, and requests would wait for it.
+        """
+        config, longest = self._plan.config, self._plan.max_model_len
+        num_tokens = min(2, config.max_num_batched_tokens, longest)
+        cut, whole = SamplingParams(max_tokens=1, top_k=2), SamplingParams(max_tokens=1)
+        for start, sampling in ((0, cut), (longest - num_tokens, whole)):
+            chunk = replace(
+                _first_token(),
+                token_ids=(0,) * num_tokens,
+                start=start,
+                block_ids=(0,) * self._kv_layout().blocks_for(longest),
+                samples=True,
+                sampling=sampling,
+            )
+            self.step(StepPlan(scheduled=(chunk,)), kv_cache)
 
     def capture(self, kv_cache: KvCache, sizes: Sequence[int], capture: Capture) -> None:
         """From now on take decode steps up to the largest of these sizes from graphs, which compute on this cache."""

@@ -103,6 +103,16 @@ def test_only_decodes_that_fit_have_a_graph() -> None:
     assert DecodeGraphs({}).size_for(_plan(1)) is None
 
 
+def test_a_warm_up_writes_one_block_of_the_cache() -> None:
+    """It runs on the cache that is served from, with any budget and any longest request."""
+    for changes in ({}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"max_model_len": 1}):
+        runner = ModelRunner(blueprint(_config(**changes)))
+        cache = runner.allocate_kv(4)
+        runner.warm_up(cache)
+        assert cache.data[:, :, 0].abs().sum() > 0
+        assert cache.data[:, :, 1:].abs().sum() == 0
+
+
 def test_on_a_cpu_there_are_none() -> None:
     """Capturing there would be an error, and its memory a figure of nothing."""
     assert ModelRunner(blueprint(_config())).graph_sizes == ()
