@@ -20,7 +20,8 @@ from gpu_kernels import Rows, device_of, seconds
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from engine.config import EngineConfig
-from engine.executor.torch import ModelRunner, TorchExecutor, blueprint
+from engine.executor.blueprint import blueprint
+from engine.executor.torch import ModelRunner, TorchExecutor
 from engine.llm import LLM
 from engine.request import SamplingParams
 from engine.step import ScheduledRequest, StepPlan

@@ -190,7 +190,8 @@ class _Subject:
     """A loaded model with one kind of cache, room for all prompts' answers in it."""
 
     def __init__(self, config: EngineConfig, kv_cache_dtype: str, num_prompts: int) -> None:
-        from engine.executor.torch import ModelRunner, blueprint
+        from engine.executor.blueprint import blueprint
+        from engine.executor.torch import ModelRunner
 
         longest = max(TEXT_TOKENS, num_prompts * PROMPT_TOKENS)
         asked = replace(config, kv_cache_dtype=kv_cache_dtype, max_num_seqs=num_prompts, max_num_batched_tokens=longest)

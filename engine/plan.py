@@ -96,7 +96,8 @@ def memory_plan(config: EngineConfig, *, tokens_per_request: int | None = None) 
 
 def _plan_of_core(config: EngineConfig, tokens_per_request: int | None) -> MemoryPlan:
     from engine.device_memory import device_label, device_memory
-    from engine.executor.torch import ModelRunner, blueprint
+    from engine.executor.blueprint import blueprint
+    from engine.executor.torch import ModelRunner
 
     decided = blueprint(config)
     if tokens_per_request is not None and not 1 <= tokens_per_request <= decided.max_model_len:

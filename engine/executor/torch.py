@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,24 +13,20 @@ from torch import Tensor
 
 from engine.batch import Batch, BatchBuffers
 from engine.config import (
-    ConfigError,
     EngineConfig,
     ResolvedConfig,
-    check_against_model,
-    check_one_device,
-    check_tensor_parallel,
-    split_device,
 )
 from engine.device_memory import activation_peak_bytes, device_label, non_torch_bytes, take_share
+from engine.executor.blueprint import DTYPES, Blueprint, blueprint
 from engine.executor.graph_sizes import graph_sizes
 from engine.executor.graphs import Capture, CudaCapture, DecodeGraphs
-from engine.executor.least import kv_layout, least_memory
+from engine.executor.least import kv_layout
+from engine.executor.start_steps import first_token, largest_steps, words
 from engine.kv_cache import KvCache, KvScales, new_kv_cache
 from engine.limits import read_limits
 from engine.memory import (
     DeviceShare,
     KvLayout,
-    LeastMemory,
     MemoryReport,
     hopeless_report,
     human,
@@ -39,11 +34,10 @@ from engine.memory import (
     memory_budget,
     num_kv_blocks,
 )
-from engine.models.config import ModelConfig, read_model_config
-from engine.models.folder import EMBEDDED, model_folder
+from engine.models.folder import EMBEDDED
 from engine.models.llama import Decoder
 from engine.models.weights import Checkpoint, Dummy, load_weights
-from engine.request import MAX_LOGPROBS, SamplingParams
+from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.step import ScheduledRequest, StepPlan, StepResult
 from kernels.reference import FP8
@@ -51,46 +45,6 @@ from kernels.reference import FP8
 logger = logging.getLogger(__name__)
 
 _CALIBRATION_TOKENS = 256
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
-    """What is decided before anything is loaded."""
-
-    config: EngineConfig
-    device: torch.device
-    folder: Path
-    model: ModelConfig
-    max_model_len: int
-    dtype: str
-    least: LeastMemory
-    warnings: tuple[str, ...]
-
-
-def blueprint(config: EngineConfig) -> Blueprint:
-    """Decide device, model, length and dtype.
-
-    Raises:
-        ConfigError: for a model that is not there or not supported, a length beyond the model's, a device that is
-            missing, or more than one.
-    """
-    device = _device(config)
-    folder = model_folder(config.model)
-    model = read_model_config(folder)
-    check_tensor_parallel(config.tensor_parallel_size, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
-    check_one_device(config.tensor_parallel_size)
-    max_model_len, dtype = _max_model_len(config, model), _checked_dtype(config, model, device)
-    return Blueprint(
-        config=config,
-        device=device,
-        folder=folder,
-        model=model,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        least=least_memory(config, model, max_model_len=max_model_len, dtype=_DTYPES[dtype], device=device),
-        warnings=tuple(check_against_model(config, max_model_len=max_model_len)),
-    )
 
 
 class TorchExecutor:
@@ -150,7 +104,7 @@ class ModelRunner:
     """A loaded model and the buffers of its steps: all that is measured, and no KV blocks."""
 
     def __init__(self, plan: Blueprint) -> None:
-        config, model, dtype = plan.config, plan.model, _DTYPES[plan.dtype]
+        config, model, dtype = plan.config, plan.model, DTYPES[plan.dtype]
         made_up = config.load_format == "dummy" or (config.load_format == "auto" and config.model == EMBEDDED)
         source = Dummy(config.seed, plan.model) if made_up else Checkpoint(plan.folder)
         self._plan = plan
@@ -222,7 +176,7 @@ class ModelRunner:
         cut, whole = SamplingParams(max_tokens=1, top_k=2), SamplingParams(max_tokens=1)
         for start, sampling in ((0, cut), (longest - num_tokens, whole)):
             chunk = replace(
-                _first_token(),
+                first_token(),
                 token_ids=(0,) * num_tokens,
                 start=start,
                 block_ids=(0,) * self._kv_layout().blocks_for(longest),
@@ -235,7 +189,7 @@ class ModelRunner:
         """From now on take decode steps up to the largest of these sizes from graphs, which compute on this cache."""
         replays = {}
         for size in sorted(sizes, reverse=True):
-            self._buffers.fill(StepPlan(scheduled=(_first_token(),)), num_rows=size)
+            self._buffers.fill(StepPlan(scheduled=(first_token(),)), num_rows=size)
             replays[size] = capture(partial(self._decode, kv_cache, size))
         self._graphs = DecodeGraphs(replays)
 
@@ -318,116 +272,3 @@ def _graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
     if device.type != "cuda" or config.enforce_eager:
         return ()
     return graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-
-
-def _first_token() -> ScheduledRequest:
-    """The first token of some request, in the first block."""
-    return ScheduledRequest(
-        request_id="first",
-        token_ids=(0,),
-        start=0,
-        block_ids=(0,),
-        samples=False,
-        output_index=0,
-        sampling=SamplingParams(max_tokens=1),
-    )
-
-
-def words(step: StepPlan) -> str:
-    """A step in words, as a reader of the memory table needs it."""
-    decodes = sum(len(item.token_ids) == 1 for item in step.scheduled)
-    chunks = len(step.scheduled) - decodes
-    return f"{step.num_scheduled_tokens} tokens: {decodes} requests decoding, {chunks} in prefill, all sampled"
-
-
-def largest_steps(config: EngineConfig, max_model_len: int, *, vocab_size: int) -> tuple[StepPlan, ...]:
-    """The steps that take the most memory: the whole budget as long chunks, and with all other seats decoding.
-
-    Every request stands at the end of a context of `max_model_len` tokens and has its distribution sorted and its
-    log-probabilities told; in the last step one is greedy, which sets the others apart. Penalties take less, as they
-    touch only tokens that were seen. All share one block, so that a KV cache for one request is enough.
-    """
-    seats = config.max_num_seqs
-    # A top-k of the whole vocabulary sorts it and cuts nothing.
-    dear = SamplingParams(max_tokens=1, seed=0, top_k=vocab_size, num_logprobs=MAX_LOGPROBS)
-    block_ids = (0,) * -(-max_model_len // config.block_size)
-    steps = []
-    for decodes, first in ((0, dear), (seats - 1, dear), (seats - 1, SamplingParams(max_tokens=1, temperature=0.0))):
-        scheduled = tuple(
-            ScheduledRequest(
-                request_id=str(index),
-                token_ids=(0,) * length,
-                start=max_model_len - length,
-                block_ids=block_ids,
-                samples=True,
-                output_index=0,
-                sampling=dear if index else first,
-            )
-            for index, length in enumerate(_largest_lens(config, max_model_len, decodes=decodes))
-        )
-        steps.append(StepPlan(scheduled=scheduled))
-    return tuple(steps)
-
-
-def _largest_lens(config: EngineConfig, max_model_len: int, *, decodes: int) -> list[int]:
-    """Tokens a request: `decodes` of 1, and the rest of the budget in chunks as long as they come, to the last seat."""
-    lens = [1] * decodes
-    budget = config.max_num_batched_tokens
-    while len(lens) < config.max_num_seqs and sum(lens) < budget:
-        lens.append(min(max_model_len, budget - sum(lens)))
-    return lens
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    own = model.max_position_embeddings
-    if config.max_model_len is None:
-        return own
-    if config.max_model_len > own:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} is above the {own} positions of model {config.model!r}: "
-            f"ask for at most {own}"
-        )
-    return config.max_model_len
-
-
-def _device(config: EngineConfig) -> torch.device:
-    kind, number = split_device(config.device)
-    if kind == "auto" and config.device_memory_bytes is not None:
-        kind = "cpu"
-    num_gpus = torch.cuda.device_count() if kind != "cpu" else 0
-    if kind == "cuda" and not num_gpus:
-        raise ConfigError(f"device={config.device!r}, but torch finds no CUDA device: use device='cpu'")
-    if not num_gpus:
-        return torch.device("cpu")
-    if number >= num_gpus:
-        raise ConfigError(f"device={config.device!r}, but torch finds {num_gpus} CUDA devices: 0 to {num_gpus - 1}")
-    if config.device_memory_bytes is not None:
-        raise ConfigError(
-            f"device_memory_bytes={config.device_memory_bytes} is the size of a device on a CPU, and a GPU has its "
-            f"own: leave it out, or set device='cpu' in place of {config.device!r}"
-        )
-    return torch.device("cuda", number)
-
-
-def _checked_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
-    dtype = _dtype(config, model, device)
-    if dtype == "float16" and not model.fits_float16:
-        raise ConfigError(
-            f"dtype={config.dtype!r} is float16 here, which overflows in model {config.model!r}: "
-            "ask for bfloat16 or float32"
-        )
-    return dtype
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
-    """`auto` is float32 on a CPU, where the others are slower, and the checkpoint's own on a GPU."""
-    if config.dtype != "auto":
-        return config.dtype
-    if device.type == "cpu":
-        return "float32"
-    if model.checkpoint_dtype not in _DTYPES:
-        raise ConfigError(
-            f"dtype='auto' takes the checkpoint's own, {model.checkpoint_dtype}, which is not supported: "
-            f"ask for one of {', '.join(_DTYPES)}"
-        )
-    return model.checkpoint_dtype

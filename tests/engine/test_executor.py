@@ -14,7 +14,9 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.device_memory import activation_peak_bytes
-from engine.executor.torch import ModelRunner, TorchExecutor, blueprint, largest_steps
+from engine.executor.blueprint import blueprint
+from engine.executor.start_steps import largest_steps
+from engine.executor.torch import ModelRunner, TorchExecutor
 from engine.kv_cache import KvCache
 from engine.limits import Limits
 from engine.memory import NoKvMemoryError

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, OutOfDeviceMemoryError
+from engine.executor.blueprint import blueprint
 from engine.executor.graphs import CudaCapture, DecodeGraphs, Run
-from engine.executor.torch import ModelRunner, blueprint
+from engine.executor.torch import ModelRunner
 from engine.kv_cache import KvCache
 from engine.request import SamplingParams
 from engine.step import ScheduledRequest, StepPlan

@@ -13,7 +13,8 @@ from engine.__main__ import main
 from engine.config import EngineConfig
 from engine.device_ledger import ledger_folder, locked_ledger
 from engine.executor import torch as executor
-from engine.executor.torch import Blueprint, TorchExecutor, blueprint
+from engine.executor.blueprint import Blueprint, blueprint
+from engine.executor.torch import TorchExecutor
 from engine.memory import DeviceMemory, KvLayout, MemoryReport, NoKvMemoryError, memory_budget
 from engine.models.embedded.make import files
 from engine.plan import MemoryPlan, memory_plan, table, with_blocks
