@@ -130,6 +130,24 @@ def test_splits_of_an_odd_head_keep_to_their_columns() -> None:
         _step([(1, 70), (2, 40)], heads=(2, 1), size=80).agrees()
 
 
+def test_adding_up_reads_its_own_splits_alone() -> None:
+    """Fewer splits than a tile holds: behind the last result's lies memory of somebody else's, or none."""
+    results, splits, size = 3, 3, 8
+    room = [torch.full((results * splits * width + 999,), math.nan) for width in (size, 1, 1)]
+    parts, maxima, sums = (
+        torch.randn(results * splits * width, generator=torch.Generator().manual_seed(width)).abs_() + 1
+        for width in (size, 1, 1)
+    )
+    for around, inner in zip(room, (parts, maxima, sums), strict=True):
+        around[: len(inner)] = inner
+    out = torch.full((results, size), math.nan)
+    kernel._combine_kernel[(results,)](*room, out, splits, size, 2.0, MOST=tiles.MOST_SPLITS, COLUMNS=size)
+    weights = torch.exp2(maxima.view(results, splits) - maxima.view(results, splits).amax(1, keepdim=True))
+    total = (sums.view(results, splits) * weights).sum(1, keepdim=True)
+    expected = (parts.view(results, splits, size) * weights.unsqueeze(2)).sum(1) / total * 2.0
+    torch.testing.assert_close(out, expected)
+
+
 def test_offsets_beyond_two_thousand_million() -> None:
     """A cache of a large GPU has more numbers than an int32 counts; here its blocks lie far apart and overlap."""
     step = _step([(1, 33), (2, 18)], heads=(2, 1), size=32)
