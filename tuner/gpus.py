@@ -7,14 +7,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 """What shows a process some of the GPUs, by number or UUID and in that order; unset shows it all, empty none."""
 
-_GPU = re.compile(r"^GPU (?P<number>\d+): (?P<model>.*) \(UUID: (?P<uuid>\S+)\)", re.MULTILINE)
+_GPU = re.compile(r"^GPU (?P<number>\d+): .*\(UUID: (?P<uuid>\S+)\)", re.MULTILINE)
 _MIG = re.compile(r"^\s+MIG .*\(UUID: (?P<uuid>\S+)\)", re.MULTILINE)
-_A_GPU_EACH = re.compile(r"^(?=GPU )", re.MULTILINE)
 _LISTING_TIMEOUT_S = 30.0
 
 
@@ -62,9 +60,6 @@ def kinds_of(listing: str, names: Sequence[str]) -> str | None:
 def shown_gpus(listing: str, shown: str | None) -> tuple[str, ...]:
     """Which of the GPUs in a listing of `nvidia-smi -L` are shown. As CUDA does, the first unknown name ends the list.
 
-    Where nothing is hidden, a GPU that is divided stands for its instances: by its number CUDA would take the first of
-    them every time. GPUs of several models go by UUID: CUDA numbers the fastest first, the driver by bus.
-
     Args:
         listing: a line a GPU; below one that is divided, a line an instance.
         shown: the value of `CUDA_VISIBLE_DEVICES`; None where it is not set.
@@ -72,16 +67,10 @@ def shown_gpus(listing: str, shown: str | None) -> tuple[str, ...]:
     numbers = {found["number"] for found in _GPU.finditer(listing)}
     uuids = [found["uuid"] for pattern in (_GPU, _MIG) for found in pattern.finditer(listing)]
     if shown is None:
-        name = "number" if len({found["model"] for found in _GPU.finditer(listing)}) == 1 else "uuid"
-        parts = [part for part in _A_GPU_EACH.split(listing) if _GPU.match(part)]
-        return tuple(chain.from_iterable(_MIG.findall(part) or _named(part, name) for part in parts))
+        return tuple(sorted(numbers, key=int))
     known: list[str] = []
     for name in (each.strip() for each in shown.split(",")):
         if name not in numbers and not (name and any(uuid.startswith(name) for uuid in uuids)):
             break
         known.append(name)
     return tuple(known)
-
-
-def _named(listing: str, name: str) -> list[str]:
-    return [found[name] for found in _GPU.finditer(listing)]
