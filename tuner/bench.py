@@ -34,6 +34,7 @@ from tuner.load.workload import Workload, WorkloadError
 from tuner.measure.spec import StageSpec, Target
 from tuner.progress import Clock
 from tuner.records import StageKind, StageRecord
+from tuner.stopping import run_until_told
 from tuner.store import kept_stages, write_whole
 
 FIRST_LADDER = 0
@@ -73,11 +74,13 @@ def run_bench(
     """
     begun_s = time.perf_counter()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        server = runner.run(discover(endpoint, model=options.model))
+        server = run_until_told(runner, discover(endpoint, model=options.model))
         target = _target(server, options.workload)
         options = options.on(target.max_model_len)
-        first_s = runner.run(check_first_request(target, options.workload, seed=options.seed, tell=watcher.note))
-        not_reset = runner.run(reset_prefix_cache(endpoint))
+        first_s = run_until_told(
+            runner, check_first_request(target, options.workload, seed=options.seed, tell=watcher.note)
+        )
+        not_reset = run_until_told(runner, reset_prefix_cache(endpoint))
     prefix_cache = "reset" if not_reset is None else f"not reset: {not_reset}"
     for text in _opening(server, options, prefix_cache):
         watcher.note(text)

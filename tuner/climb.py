@@ -20,6 +20,7 @@ from tuner.load.workload import Workload
 from tuner.measure import saturation
 from tuner.measure.stage import StageSpec, Target, measure_stage
 from tuner.records import PrefixCacheReset, StageKind, StageRecord
+from tuner.stopping import run_until_told
 from tuner.store import keep_stage
 
 FEWEST_REQUESTS = 20
@@ -107,8 +108,8 @@ def climb(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while not stalled(stages) and goes_on(stages) and (step := next_step(task.plan, stages)) is not None:
             spec = stage_spec(task, step, stages)
-            reset = runner.run(_forget_prefixes(task, spec.workload, target))
-            measured = runner.run(measure_stage(spec, target))
+            reset = run_until_told(runner, _forget_prefixes(task, spec.workload, target))
+            measured = run_until_told(runner, measure_stage(spec, target))
             measured = replace(measured, record=measured.record.model_copy(update={"prefix_cache_reset": reset}))
             stages.append(measured.record)
             keep_stage(directory, measured)
