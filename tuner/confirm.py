@@ -50,7 +50,7 @@ def confirm_production(
     """
     candidates = [choice] if choice.rival is None else [choice, choice.rival]
     turn: list[ProductionChoice | None] = [*candidates, None]
-    hopeless = ruled_out(defaults, launches.trials)
+    hopeless = ruled_out(defaults, launches.so_far())
     if hopeless is not None:
         launches.note(f"the defaults are not re-measured beside production: {hopeless.detail}")
         turn.remove(None)
@@ -109,7 +109,7 @@ def _stands(
 
     standing, rival = choice, choice.rival
     if rival is not None:
-        ahead = ratio(_throughputs(of(rival)), _throughputs(of(choice)), launch_noise(launches.trials))
+        ahead = ratio(_throughputs(of(rival)), _throughputs(of(choice)), launch_noise(launches.so_far()))
         if ahead is not None and ahead.low is not None and ahead.low > 1:
             launches.note(f"{config_text(rival.config)} gives {ahead.value:.2f} times as much, beyond noise: taken")
             standing = rival

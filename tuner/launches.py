@@ -12,7 +12,7 @@ from tuner.engine_config import EngineConfig
 from tuner.engines.device_return import DeviceFull
 from tuner.engines.leftovers import end_lost_launch
 from tuner.job import TuningJob
-from tuner.ladder import Plan
+from tuner.ladder import FixedSteps, Plan
 from tuner.progress import Clock, Watcher
 from tuner.records import Failed, FailureKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import AskedTrial, RunStore, kept_stages
@@ -84,6 +84,14 @@ class Launches:
         self._watcher = watcher
         self._begun_s = time.perf_counter() - self._reached_earlier_s()
 
+    def so_far(self) -> list[TrialRecord]:
+        """The trials less the confirming launches of an earlier process that were not asked for again yet.
+
+        What is decided from these is decided alike, whether or not the run was cut off in between.
+        """
+        later = {trial.number for trial in self._confirmed}
+        return [trial for trial in self.trials if trial.number not in later]
+
     @property
     def parallel_trials(self) -> int:
         """How many launches run at once, at the most."""
@@ -106,7 +114,7 @@ class Launches:
         Raises:
             StopRequestedError: after the stage that was running when the user asked for an end.
         """
-        earlier = self._confirmed_earlier(role, config)
+        earlier = self._confirmed_earlier(role, config, plan)
         if earlier is not None:
             return earlier
         if self.full_device is not None:
@@ -241,12 +249,14 @@ class Launches:
         return launch.spec.config.num_devices * max(mean_s, time.perf_counter() - launch.begun_s)
 
     def _may_retry(self, trial: TrialRecord) -> bool:
-        """Whether a failure of that kind is tried again, after as many of this config as there were."""
+        """Whether a failure of that kind is tried again, after as many of this config as there were until then."""
         kind = _failure(trial)
         tries = [
             earlier
             for earlier in self.trials
-            if (earlier.role, earlier.config) == (trial.role, trial.config) and _failure(earlier) in MAX_RETRIES
+            if (earlier.role, earlier.config) == (trial.role, trial.config)
+            and earlier.number <= trial.number
+            and _failure(earlier) in MAX_RETRIES
         ]
         return kind in MAX_RETRIES and len(tries) <= MAX_RETRIES[kind]
 
@@ -260,11 +270,17 @@ class Launches:
         )
         return made or any((asked.role, asked.config) == (role, config) for asked in self._unfinished)
 
-    def _confirmed_earlier(self, role: TrialRole, config: EngineConfig) -> TrialRecord | None:
-        """A confirming launch made before the run was cut off; each answers once, in the order they were made."""
-        for trial in self._confirmed:
-            if trial.role is role and trial.config == config and not _says_nothing(trial):
-                self._confirmed.remove(trial)
+    def _confirmed_earlier(self, role: TrialRole, config: EngineConfig, plan: Plan) -> TrialRecord | None:
+        """A confirming launch of this plan made before the run was cut off; each answers once, in the order made.
+
+        One that was tried again is used up by the next.
+        """
+        of_this = [trial for trial in self._confirmed if trial.role is role and trial.config == config]
+        for trial in of_this:
+            if _says_nothing(trial) or not _is_of(plan, trial):
+                continue
+            self._confirmed.remove(trial)
+            if not self._may_retry(trial):
                 return trial
         return None
 
@@ -386,3 +402,12 @@ def _failure(trial: TrialRecord) -> FailureKind | None:
 
 def _says_nothing(trial: TrialRecord) -> bool:
     return _failure(trial) is FailureKind.INFRASTRUCTURE
+
+
+def _is_of(plan: Plan, trial: TrialRecord) -> bool:
+    """Whether the trial measured, as far as it came, what `plan` asks for."""
+    if not isinstance(plan, FixedSteps) or trial.outcome.outcome != "measured":
+        return True
+    asked = [(step.kind, step.load) for step in plan.steps]
+    seen = list(dict.fromkeys((stage.kind, stage.load) for stage in trial.outcome.stages))
+    return seen == asked[: len(seen)]

@@ -19,7 +19,7 @@ from tuner.launches import Launches
 from tuner.oom_lessons import ShareCeiling, ruled_out, share_ceiling
 from tuner.planning import default_values
 from tuner.progress import Watcher
-from tuner.records import TrialRecord
+from tuner.records import TrialRecord, TrialRole
 from tuner.request_evidence import requests_of
 from tuner.search import search
 from tuner.store import RunStore
@@ -74,7 +74,7 @@ def _decide(
     provenance: Provenance,
 ) -> Recommendation:
     """Choose from what the search measured, confirm it with launches of its own, and put the answer together."""
-    searched = tuple(launches.trials)
+    searched = tuple(trial for trial in launches.trials if trial.role is TrialRole.STUDY)
     choice = None if slo is None else choose_production(searched, slo, ceiling=_ceiling(job, launches))
     finding = run_verdict(searched, choice, slo)
     launches.note(f"{finding.verdict.value}: {finding.reason}")
@@ -105,7 +105,7 @@ def _decide(
 
 def _ceiling(job: TuningJob, launches: Launches) -> ShareCeiling | None:
     """What the launches so far teach about the share to recommend."""
-    return share_ceiling(launches.trials, margin=job.oom_margin)
+    return share_ceiling(launches.so_far(), margin=job.oom_margin)
 
 
 def _confirm(
@@ -116,9 +116,15 @@ def _confirm(
     defaults: EngineConfig,
     launches: Launches,
 ) -> Confirmations:
-    """Launch the choice; where its own launches refute it, the next best, a few times at the most."""
+    """Launch the choice; where its own launches refute it, the next best, a few times at the most.
+
+    The next has as much room as those before were seen to lack. Where none has, the night is not given up for one
+    launch that may have met other work on the machine: another that the search saw inside the limits is tried.
+    """
     setbacks: list[str] = []
+    refuted: list[EngineConfig] = []
     choice: ProductionChoice | None = first
+    limits = slo
     for _ in range(MAX_CHOICES):
         if launches.full_device is not None or choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
             break
@@ -132,10 +138,10 @@ def _confirm(
             return Confirmations(choice=choice, pair=pair, setbacks=tuple(setbacks))
         launches.note(reason)
         setbacks.append(reason)
-        searched = [_without(trial, choice) for trial in searched]
-        roomy, ceiling = with_room(slo, choice, pair), _ceiling(job, launches)
-        choice = choose_production(searched, roomy, ceiling=ceiling) or choose_production(
-            searched, slo, ceiling=ceiling
+        refuted.append(choice.config)
+        limits, ceiling = with_room(limits, choice, pair, slo=slo), _ceiling(job, launches)
+        choice = choose_production(searched, limits, ceiling=ceiling, refuted=refuted) or choose_production(
+            searched, slo, ceiling=ceiling, refuted=refuted
         )
     return Confirmations(setbacks=tuple(setbacks))
 
@@ -143,18 +149,6 @@ def _confirm(
 def _burst_load(choice: ProductionChoice | None, otherwise: int) -> int:
     load = otherwise if choice is None or choice.knee.load is None else choice.knee.load
     return math.ceil(BURST_FACTOR * load)
-
-
-def _without(trial: TrialRecord, refuted: ProductionChoice) -> TrialRecord:
-    """The trial with the refuted stage marked, so that it is not chosen again."""
-    if trial.number != refuted.trial.number or trial.outcome.outcome != "measured":
-        return trial
-    marked = {"valid": False, "invalid_reasons": ("refuted when re-measured",)}
-    stages = tuple(
-        stage.model_copy(update=marked) if stage.index == refuted.stage.index else stage
-        for stage in trial.outcome.stages
-    )
-    return trial.model_copy(update={"outcome": trial.outcome.model_copy(update={"stages": stages})})
 
 
 def _protect(
@@ -179,7 +173,7 @@ def _protect(
     candidates = [
         candidate
         for candidate in chosen
-        if job.broken_by(candidate.config) is None and ruled_out(candidate.config, launches.trials) is None
+        if job.broken_by(candidate.config) is None and ruled_out(candidate.config, launches.so_far()) is None
     ]
     if not candidates:
         return confirmations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tuner import wording
@@ -59,7 +59,11 @@ class RunFinding:
 
 
 def choose_production(
-    trials: Sequence[TrialRecord], slo: Slo, *, ceiling: ShareCeiling | None = None
+    trials: Sequence[TrialRecord],
+    slo: Slo,
+    *,
+    ceiling: ShareCeiling | None = None,
+    refuted: Collection[EngineConfig] = (),
 ) -> ProductionChoice | None:
     """The operating point with the most throughput; within noise the smaller setting.
 
@@ -70,9 +74,14 @@ def choose_production(
         trials: any trials; only measured study trials count.
         slo: limits on the operating point.
         ceiling: a share that no choice goes above; None where no higher one ran out of memory.
+        refuted: settings that their own launches did not bear out. Several trials may lead to one: all that differ by
+            their fence do.
     """
-    pinned = [choice for trial, measured in studied(trials) if (choice := _pinned(trial, measured, slo)) is not None]
-    choices = pinned if ceiling is None else [_below_ceiling(choice, ceiling) for choice in pinned]
+    choices = [
+        choice
+        for trial, measured in studied(trials)
+        if (choice := _pinned(trial, measured, slo, ceiling=ceiling, refuted=refuted)) is not None
+    ]
     if not choices:
         return None
     resolved = [choice for choice in choices if choice.knee.verdict is LadderVerdict.KNEE]
@@ -118,32 +127,42 @@ def open_stages(stages: Sequence[StageRecord]) -> list[StageRecord]:
     return [stage for stage in stages if stage.valid and not stage.fenced and stage.kind in CLIMB_KINDS]
 
 
-def _pinned(trial: TrialRecord, measured: Measured, slo: Slo) -> ProductionChoice | None:
+def _pinned(
+    trial: TrialRecord,
+    measured: Measured,
+    slo: Slo,
+    *,
+    ceiling: ShareCeiling | None,
+    refuted: Collection[EngineConfig],
+) -> ProductionChoice | None:
     knee = ladder_knee(measured.stages, fence=trial.config.fence)
-    stage = operating_point(stages_to_stand_on(measured), knee, slo)
+    stages = [s for s in stages_to_stand_on(measured) if _config_at(s, trial.config, ceiling) not in refuted]
+    stage = operating_point(stages, knee, slo)
     if stage is None:
         return None
     bend = "shows no knee: " + knee.verdict.value if knee.load is None else f"bends at load {knee.load:g}"
     most = "the most of all stages left of their own knee and inside the SLO, or within noise of it and smaller"
-    evidence = (
+    evidence = [
         f"{stage.output_throughput.value:.4g} tokens/s at load {stage.load}: {most}",
         f"p95 TTFT {stage.ttft_p95_ms.value:.4g} ms, p95 ITL {stage.itl_p95_ms.value:.4g} ms",
         f"preemptions {wording.preemptions(stage)}, KV use at most {wording.kv_use(stage)}",
         f"the ladder of trial {trial.number} {bend}",
-    )
+    ]
+    asked = trial.config.share
+    if ceiling is not None and asked > ceiling.gpu_memory_utilization:
+        lowered = f"gpu_memory_utilization {asked:g} lowered to {ceiling.gpu_memory_utilization:g}: {ceiling.reason}"
+        evidence.append(lowered)
+    config = _config_at(stage, trial.config, ceiling)
+    return ProductionChoice(trial=trial, knee=knee, stage=stage, config=config, evidence=tuple(evidence))
+
+
+def _config_at(stage: StageRecord, config: EngineConfig, ceiling: ShareCeiling | None) -> EngineConfig:
+    """The setting with its fence at the stage's load and, where it asks for more, the highest share that is safe."""
     # Users who think may be more than the fence lets run.
-    config = trial.config.fenced(min(stage.users, trial.config.fence))
-    return ProductionChoice(trial=trial, knee=knee, stage=stage, config=config, evidence=evidence)
-
-
-def _below_ceiling(choice: ProductionChoice, ceiling: ShareCeiling) -> ProductionChoice:
-    """The choice at the highest share that is safe; its own launches then show whether that is enough."""
-    asked, most = choice.config.share, ceiling.gpu_memory_utilization
-    if asked <= most:
-        return choice
-    config = choice.config.model_copy(update={"gpu_memory_utilization": most})
-    lowered = f"gpu_memory_utilization {asked:g} lowered to {most:g}: {ceiling.reason}"
-    return replace(choice, config=config, evidence=(*choice.evidence, lowered))
+    config = config.fenced(min(stage.users, config.fence))
+    if ceiling is None or config.share <= ceiling.gpu_memory_utilization:
+        return config
+    return config.model_copy(update={"gpu_memory_utilization": ceiling.gpu_memory_utilization})
 
 
 def _resolved(production: ProductionChoice) -> str:

@@ -69,18 +69,19 @@ def _over(stage: StageRecord, slo: Slo) -> Iterator[str]:
             yield f"p95 {name} {value} of {limit:.4g} ms{few}"
 
 
-def with_room(slo: Slo, choice: ProductionChoice, pair: ConfirmedPair) -> Slo:
-    """Limits to choose the next by: one that a launch broke is lower by the factor the launch was above the search."""
-    stages = stages_of(pair.production, StageKind.OPERATING)
-    seen = choice.stage
-    return slo.model_copy(
-        update={
-            "ttft_p95_ms": _lowered(slo.ttft_p95_ms, seen.ttft_p95_ms.value, [s.ttft_p95_ms.value for s in stages]),
-            "itl_p95_ms": _lowered(slo.itl_p95_ms, seen.itl_p95_ms.value, [s.itl_p95_ms.value for s in stages]),
-        }
-    )
+def with_room(limits: Slo, choice: ProductionChoice, pair: ConfirmedPair, *, slo: Slo) -> Slo:
+    """Limits to choose the next by: one of `slo` that a launch broke, lower by how far that was above the search.
+
+    Args:
+        limits: what this one was chosen by; lower than `slo` where others were refuted before.
+    """
+    stages, seen = stages_of(pair.production, StageKind.OPERATING), choice.stage
+    ttft = _lack(slo.ttft_p95_ms, seen.ttft_p95_ms.value, [stage.ttft_p95_ms.value for stage in stages])
+    itl = _lack(slo.itl_p95_ms, seen.itl_p95_ms.value, [stage.itl_p95_ms.value for stage in stages])
+    return limits.model_copy(update={"ttft_p95_ms": ttft * limits.ttft_p95_ms, "itl_p95_ms": itl * limits.itl_p95_ms})
 
 
-def _lowered(limit_ms: float, seen_ms: float, again_ms: Sequence[float]) -> float:
+def _lack(limit_ms: float, seen_ms: float, again_ms: Sequence[float]) -> float:
+    """The share of what launches showed that the search had seen; 1 where none of them broke the limit."""
     worst_ms = max([each for each in again_ms if math.isfinite(each)], default=0.0)
-    return limit_ms if worst_ms <= limit_ms or not seen_ms > 0 else limit_ms * min(1.0, seen_ms / worst_ms)
+    return 1.0 if worst_ms <= limit_ms or not seen_ms > 0 else min(1.0, seen_ms / worst_ms)

@@ -14,6 +14,7 @@ from tuner.analysis.profiles import ProductionChoice, choose_production, run_ver
 from tuner.analysis.protective import choose_protective, judge_burst
 from tuner.answer import LadderVerdict, RunVerdict, Slo
 from tuner.engine_config import EngineConfig
+from tuner.oom_lessons import ShareCeiling
 from tuner.records import (
     Estimate,
     Failed,
@@ -113,6 +114,22 @@ def test_more_throughput_wins_beyond_noise_and_the_smaller_setting_within() -> N
 
     assert _chosen(_trial(0), _trial(1, smaller, factor=0.8)).trial.number == 0
     assert _chosen(_trial(0), _trial(1, smaller, factor=0.99)).trial.number == 1
+
+
+def test_what_was_refuted_does_not_come_back_by_way_of_another_trial() -> None:
+    """Trials that differ by their fence lead to one setting: launched often enough it would win by luck."""
+    higher = BIG.model_copy(update={"max_num_seqs": 128})
+    trials = [_trial(0), _trial(1, higher), _trial(2, higher.model_copy(update={"gpu_memory_utilization": 0.9}))]
+    ceiling = ShareCeiling(gpu_memory_utilization=0.7, reason="0.95 ran out of memory")
+    first = choose_production(trials, WIDE, ceiling=ceiling)
+    assert first is not None
+
+    refuted = [first.config]
+    while (choice := choose_production(trials, WIDE, ceiling=ceiling, refuted=refuted)) is not None:
+        assert choice.config not in refuted
+        assert choice.knee.load == first.knee.load  # a stage that is not stood on still shows the curve
+        refuted.append(choice.config)
+    assert len({config.max_num_seqs for config in refuted}) == len(refuted)
 
 
 def test_only_measured_study_trials_are_chosen_from() -> None:
