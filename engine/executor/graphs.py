@@ -59,14 +59,8 @@ class CudaCapture:
         Raises:
             OutOfDeviceMemoryError: `oom_graph_capture`.
         """
-        run()  # compiles kernels and takes workspaces, which a capture may not
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                out = run()
+            graph, out, free_bytes = self._captured(run)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
@@ -80,3 +74,14 @@ class CudaCapture:
             return out
 
         return replay
+
+    def _captured(self, run: Run) -> tuple[torch.cuda.CUDAGraph, Tensor, int]:
+        """The graph, what it computes into, and the bytes that were free before."""
+        run()  # compiles kernels and takes workspaces, which a capture may not
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = run()
+        return graph, out, free_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.config import EngineConfig
 from engine.request import MAX_LOGPROBS, SamplingParams
 from engine.step import ScheduledRequest, StepPlan
@@ -18,6 +20,29 @@ def first_token() -> ScheduledRequest:
         output_index=0,
         sampling=SamplingParams(max_tokens=1),
     )
+
+
+def small_steps(config: EngineConfig, max_model_len: int, *, with_decodes: bool) -> tuple[StepPlan, ...]:
+    """Steps of one request, at the start of its context and at the end of the longest: attention to many keys is cut.
+
+    Args:
+        with_decodes: besides chunks of a prompt also steps of one token.
+    """
+    chunk = min(2, config.max_num_batched_tokens, max_model_len)
+    cut, whole = SamplingParams(max_tokens=1, top_k=2), SamplingParams(max_tokens=1)
+    steps = []
+    for num_tokens in (chunk, 1) if with_decodes else (chunk,):
+        for start, sampling in ((0, cut), (max_model_len - num_tokens, whole)):
+            request = replace(
+                first_token(),
+                token_ids=(0,) * num_tokens,
+                start=start,
+                block_ids=(0,) * -(-(start + num_tokens) // config.block_size),
+                samples=True,
+                sampling=sampling,
+            )
+            steps.append(StepPlan(scheduled=(request,)))
+    return tuple(steps)
 
 
 def words(step: StepPlan) -> str:

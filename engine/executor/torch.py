@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +20,7 @@ from engine.executor.blueprint import DTYPES, Blueprint, blueprint
 from engine.executor.graph_sizes import graph_sizes
 from engine.executor.graphs import Capture, CudaCapture, DecodeGraphs
 from engine.executor.least import kv_layout
-from engine.executor.start_steps import first_token, largest_steps, words
+from engine.executor.start_steps import first_token, largest_steps, small_steps, words
 from engine.kv_cache import KvCache, KvScales, new_kv_cache
 from engine.limits import read_limits
 from engine.memory import (
@@ -105,6 +104,8 @@ class ModelRunner:
 
     def __init__(self, plan: Blueprint) -> None:
         config, model, dtype = plan.config, plan.model, DTYPES[plan.dtype]
+        if plan.device.type == "cuda":
+            torch.cuda.set_device(plan.device)  # kernels are launched and graphs captured on the current one
         made_up = config.load_format == "dummy" or (config.load_format == "auto" and config.model == EMBEDDED)
         source = Dummy(config.seed, plan.model) if made_up else Checkpoint(plan.folder)
         self._plan = plan
@@ -171,19 +172,8 @@ class ModelRunner:
 
         A kernel is compiled by its first launch, for a second or more, and requests would wait for it.
         """
-        config, longest = self._plan.config, self._plan.max_model_len
-        num_tokens = min(2, config.max_num_batched_tokens, longest)
-        cut, whole = SamplingParams(max_tokens=1, top_k=2), SamplingParams(max_tokens=1)
-        for start, sampling in ((0, cut), (longest - num_tokens, whole)):
-            chunk = replace(
-                first_token(),
-                token_ids=(0,) * num_tokens,
-                start=start,
-                block_ids=(0,) * self._kv_layout().blocks_for(longest),
-                samples=True,
-                sampling=sampling,
-            )
-            self.step(StepPlan(scheduled=(chunk,)), kv_cache)
+        for step in small_steps(self._plan.config, self._plan.max_model_len, with_decodes=not self.graph_sizes):
+            self.step(step, kv_cache)
 
     def capture(self, kv_cache: KvCache, sizes: Sequence[int], capture: Capture) -> None:
         """From now on take decode steps up to the largest of these sizes from graphs, which compute on this cache."""
@@ -229,6 +219,8 @@ class ModelRunner:
         """Run the largest steps and account for every byte of the share."""
         plan, config = self._plan, self._plan.config
         peak_bytes, peak_step = self._activation_peak()
+        graph_bytes = self._graph_bytes() if self.graph_sizes else 0
+        # Last: what was run before has loaded kernels, which stay.
         other_bytes = non_torch_bytes(share.memory, plan.device)
         budget = memory_budget(
             total_bytes=share.memory.total_bytes,
@@ -238,7 +230,7 @@ class ModelRunner:
             activation_peak_bytes=peak_bytes,
             request_buffers_bytes=self._buffers.nbytes + self._sampler.nbytes,
             non_torch_bytes=other_bytes,
-            graph_bytes=self._graph_bytes() if self.graph_sizes else 0,
+            graph_bytes=graph_bytes,
         )
         return MemoryReport(
             device=device_label(config, plan.device),

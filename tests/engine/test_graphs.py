@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ import torch
 from engine.config import EngineConfig, OutOfDeviceMemoryError
 from engine.executor.blueprint import blueprint
 from engine.executor.graphs import CudaCapture, DecodeGraphs, Run
+from engine.executor.start_steps import small_steps
 from engine.executor.torch import ModelRunner
 from engine.kv_cache import KvCache
+from engine.memory import DeviceMemory, DeviceShare
 from engine.request import SamplingParams
 from engine.step import ScheduledRequest, StepPlan
+from kernels.tiles import num_splits
 
 NUM_BLOCKS = 32
 SIZES = (1, 2, 4, 8)
@@ -168,3 +172,62 @@ def test_what_a_capture_takes_is_seen_and_one_too_many_is_its_own_failure(monkey
     with pytest.raises(OutOfDeviceMemoryError, match="capturing a graph: CUDA out of memory") as raised:
         capture(lambda: out)
     assert raised.value.kind == "oom_graph_capture"
+
+
+def test_the_run_before_a_capture_that_lacks_memory_is_a_capture_that_does() -> None:
+    """Read as a crash it is launched again, at the same share, to the same end."""
+
+    def run() -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    with pytest.raises(OutOfDeviceMemoryError) as raised:
+        CudaCapture(torch.device("cpu"))(run)
+    assert raised.value.kind == "oom_graph_capture"
+
+
+def test_what_capturing_loads_is_in_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that the run before a capture loads stay on the device: unseen they are taken from the KV cache's."""
+    runner, loaded = ModelRunner(blueprint(_config())), [1000]
+    runner.graph_sizes = (1, 2)
+
+    def captured() -> int:
+        loaded.append(5000)
+        return 10
+
+    monkeypatch.setattr(runner, "_graph_bytes", captured)
+    monkeypatch.setattr("engine.executor.torch.non_torch_bytes", lambda *_: loaded[-1])
+    device = DeviceMemory(total_bytes=2**30, free_bytes=2**30)
+    budget = runner.measure(DeviceShare(memory=device, requested_bytes=2**29)).budget
+    assert (budget.graph_bytes, budget.non_torch_bytes) == (10, 5000)
+
+
+def test_another_gpu_than_the_first_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched on the current device: on the first one they would read addresses of the second."""
+    chosen: list[torch.device] = []
+
+    class _ChosenError(Exception):
+        pass
+
+    def choose(device: torch.device) -> None:
+        chosen.append(device)
+        raise _ChosenError
+
+    monkeypatch.setattr("torch.cuda.set_device", choose)
+    with pytest.raises(_ChosenError):
+        ModelRunner(replace(blueprint(_config()), device=torch.device("cuda", 1)))
+    assert chosen == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("with_decodes", [True, False])
+def test_a_warm_up_takes_attention_in_one_part_and_in_splits(with_decodes: bool) -> None:  # noqa: FBT001 - a case
+    """A kernel that only a request launches is compiled while it waits, and those beside it."""
+    config = _config(max_model_len=4096, max_num_batched_tokens=512)
+    seen = set()
+    for step in small_steps(config, 4096, with_decodes=with_decodes):
+        (request,) = step.scheduled
+        keys = len(request.block_ids) * config.block_size
+        assert request.start + len(request.token_ids) <= keys < request.start + len(request.token_ids) + 16
+        splits = num_splits(num_tiles=1, num_kv_heads=8, most_keys=keys, num_sms=132)
+        seen.add((len(request.token_ids) == 1, splits > 1))
+    chunks = {(False, False), (False, True)}
+    assert seen == (chunks | {(True, False), (True, True)} if with_decodes else chunks)
