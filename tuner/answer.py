@@ -320,8 +320,9 @@ class Recommendation(Record):
     """None where too few launches shared a schedule: intervals of several launches are then their envelope."""
 
     safe_rate_rps: SafeRateFigure | None = None
-    """The highest rate of Poisson arrivals that production was shown to hold inside the SLO. Its lower end is itself,
-    its upper end the lowest rate tried that it was not shown to hold; None where it held all."""
+    """The highest rate of Poisson arrivals that production was shown to hold inside the SLO. Its lower end is what
+    another launch holds too, as launches here differ; its upper end the lowest rate tried that it was not shown to
+    hold, None where it held all."""
 
     capacity: Capacity | None = None
     least_violating_trial: int | None = None

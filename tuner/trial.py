@@ -345,8 +345,8 @@ def _climb(spec: TrialSpec, engine: RunningEngine, ours: OurEngine) -> Iterator[
 
 def _runs_on(engine: RunningEngine, stages: Sequence[StageRecord]) -> bool:
     """Whether the engine lives. What speaks HTTP outlives what computes for a moment, and answers with errors then."""
-    if stages and stages[-1].ended_by == "failures":
-        return engine.exit_code() is None
+    if stages and stages[-1].ended_by == "failures" and engine.exit_code() is not None:
+        return False
     return engine.is_alive()
 
 

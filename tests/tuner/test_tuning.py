@@ -628,6 +628,28 @@ def test_a_failure_on_a_device_that_stays_full_is_not_retried_there(tmp_path: Pa
     assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
 
 
+def test_launches_too_far_apart_to_promise_a_rate_are_warned_of(tmp_path: Path) -> None:
+    """Whoever holds arrivals to half of what was seen must know that it is the launches, and what to do about it."""
+
+    class _Wild(FakeWorkers):
+        def _made(self, spec: TrialSpec, step: LadderStep, *, index: int) -> StageRecord:
+            made = super()._made(spec, step, index=index)
+            factor = 0.6 if spec.number % 2 else 1.2
+            seen = estimate(factor * made.output_throughput.value, spread=0.02)
+            return made if step.kind is StageKind.RATE else made.model_copy(update={"output_throughput": seen})
+
+    job = load_job("embedded")
+    origin = resolved_run().recommendation.provenance
+    workers = _Wild(reshape=_saturating)
+    answer = run_tuning(job, RunStore.create(tmp_path / "wild", job, origin), origin, workers, Silent())
+    assert answer.safe_rate_rps is not None
+    assert answer.safe_rate_rps.low is not None
+    assert 0 < answer.safe_rate_rps.low < 0.5 * answer.safe_rate_rps.value
+    assert any("see what else runs on the machine" in warning for warning in answer.warnings)
+    calm, _, _ = _run(tmp_path / "calm", reshape=_saturating)
+    assert not any("see what else runs on the machine" in warning for warning in calm.warnings)
+
+
 def test_production_is_tried_with_arrivals_at_a_rate(tmp_path: Path) -> None:
     """Who puts production behind an open door knows which rate it holds, and that the closed loop's is too much."""
     answer, store, _ = _run(tmp_path, reshape=_saturating)

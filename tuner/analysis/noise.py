@@ -91,8 +91,8 @@ def relative_half_width(estimates: Sequence[Estimate], noise: LaunchNoise) -> fl
 
 
 def kept_by_another(noise: LaunchNoise) -> float:
-    """The share of one launch's speed that another launch of the setting keeps, 95 % sure: both scatter."""
-    return max(0.0, 1.0 - math.sqrt(2.0) * _student_t(noise) * noise.relative_sd)
+    """The share of one launch's speed that another launch of the setting keeps, 95 % sure: the logs of both scatter."""
+    return math.exp(-math.sqrt(2.0) * _student_t(noise) * noise.relative_sd)
 
 
 def _student_t(noise: LaunchNoise) -> float:

@@ -80,8 +80,8 @@ def _grew_inside(stage: StageRecord, slo: Slo) -> bool:
 def safe_rate_found(stages: Sequence[StageRecord], slo: Slo) -> SafeRateFigure | None:
     """The highest rate shown to be safe, in requests per second; None where none was.
 
-    Its lower end is itself, its upper end the lowest rate that was offered above it and not shown to be safe, None
-    where there is none. Samples are the requests that ended in the stage that shows it.
+    Its lower end is itself, as for the launch that was seen; its upper end the lowest rate that was offered above it
+    and not shown to be safe, None where there is none. Samples are the requests that ended in the stage that shows it.
     """
     rated = [stage for stage in stages if stage.kind is StageKind.RATE]
     each = rate_stages(rated, slo)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tuner import wording
 from tuner.analysis.combine import operating_point_of, ratio
 from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_of
 from tuner.analysis.no_safe_rate import none_safe
@@ -31,6 +32,9 @@ from tuner.answer import (
 from tuner.engine_config import EngineConfig
 from tuner.records import FailureKind, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.wording import preemptions
+
+LITTLE_KEPT = 0.5
+"""Share of a rate that another launch is sure to hold, below which the answer warns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,7 @@ def recommend(
             *_crashes(trials, (production_profile, protective_profile)),
             *_warnings(production_profile, protective_profile),
             *([] if production_profile is None else _no_safe_rate(rate)),
+            *([] if safe_rate_rps is None else _scattered(noise)),
         ),
     )
 
@@ -143,6 +148,16 @@ def _of_any_launch(figure: SafeRateFigure | None, noise: LaunchNoise | None) -> 
     if figure is None or noise is None:
         return figure
     return figure.model_copy(update={"low": figure.value * kept_by_another(noise)})
+
+
+def _scattered(noise: LaunchNoise | None) -> Iterator[str]:
+    """A warning where what the next launch holds can hardly be told from this one."""
+    if noise is not None and kept_by_another(noise) < LITTLE_KEPT:
+        yield (
+            f"launches of one setting differ by {wording.share(noise.relative_sd)} (sd of {noise.num_launches}), so "
+            f"that another may hold {wording.share(kept_by_another(noise))} of this one's rate: see what else runs "
+            "on the machine, or allow more trials"
+        )
 
 
 def _verdict(

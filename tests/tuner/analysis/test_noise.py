@@ -185,4 +185,5 @@ def test_most_launches_keep_the_share_that_is_promised_of_another(degrees: int) 
     kept = np.exp(sd * (rng.standard_normal(num) - rng.standard_normal(num)))
     assert 0.95 <= (kept >= promised).mean() <= 0.985
     assert kept_by_another(LaunchNoise(relative_sd=0.0, num_launches=9, degrees_of_freedom=degrees)) == 1.0
-    assert kept_by_another(LaunchNoise(relative_sd=0.9, num_launches=9, degrees_of_freedom=degrees)) == 0.0
+    # However far launches lie apart, the rate to hold arrivals to at the gateway is never none at all.
+    assert 0 < kept_by_another(LaunchNoise(relative_sd=0.9, num_launches=9, degrees_of_freedom=degrees)) < 0.1
