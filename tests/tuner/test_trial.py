@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -14,12 +15,14 @@ import pandas as pd
 import psutil
 import pytest
 
+from tests.fakes import records
 from tests.fakes.processes import RETURNS_MEMORY, engine_of, take_little_more_memory
 from tests.fakes.records import facts
 from tests.fakes.serving import core_children
+from tuner import trial as trial_module
 from tuner.engine_config import EngineConfig
 from tuner.engines.adapter import OurEngine
-from tuner.engines.process import read_url
+from tuner.engines.process import free_port, launched, read_url, wait_until_ready
 from tuner.job import EngineSpec, load_job
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.load.connection import Endpoint
@@ -425,6 +428,26 @@ def test_a_server_that_outlives_what_computes_for_a_moment_is_one_that_died(
     assert isinstance(trial.outcome, Failed)
     assert trial.outcome.kind is FailureKind.CRASHED
     assert "exit code 3" in trial.outcome.detail
+
+
+def test_a_dead_server_whose_keeper_is_slow_is_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine under load its exit code comes late: a bad measurement of it would be measured again."""
+    monkeypatch.setattr("tuner.engines.process.EXIT_S", 0.2)
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+    failed = records.stage(_spec(tmp_path, _steps(1)).config, 1, index=0).model_copy(update={"ended_by": "failures"})
+    with launched(command, port=port, environment=dict(os.environ), directory=tmp_path, exit_grace_s=5.0) as engine:
+        list(wait_until_ready(engine, health="/", timeout_s=20.0))
+        assert trial_module._runs_on(engine, [failed])
+        keeper, first = psutil.Process(engine.launch.pid), psutil.Process(engine.pid)
+        keeper.suspend()
+        try:
+            first.kill()
+            while first.status() != psutil.STATUS_ZOMBIE:
+                pass
+            assert not trial_module._runs_on(engine, [failed])
+        finally:
+            keeper.resume()
 
 
 def test_an_engine_that_has_no_memory_for_a_heavier_step_is_told_so(
