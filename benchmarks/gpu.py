@@ -15,8 +15,11 @@ no figure means anything.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,8 +48,8 @@ PARTS = {
     "kernels": Part(module="gpu_kernels", function="kernels", most_s=150.0),
     "small": Part(module="gpu_engine", function="small", most_s=150.0),
     "agreement": Part(module="gpu_engine", function="agreement", most_s=90.0),
-    "ladder": Part(module="gpu_ladder", function="ladder", most_s=180.0),
     "large": Part(module="gpu_engine", function="large", most_s=200.0),
+    "ladder": Part(module="gpu_ladder", function="ladder", most_s=180.0),
 }
 
 Rows = list[dict[str, Any]]
@@ -93,20 +96,25 @@ def _in_a_process(name: str, out: Path, left_s: float, *, smoke: bool) -> dict[s
     shown = {"CUDA_VISIBLE_DEVICES": ""} if smoke else {}
     log = out / f"{name}.log"
     with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, *(["--smoke"] if smoke else [])],
+            env=environment() | shown,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                [*command, *(["--smoke"] if smoke else [])],
-                env=environment() | shown,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=most_s,
-                check=False,
-            )
+            exit_code = process.wait(most_s)
         except subprocess.TimeoutExpired:
             return f"not done after {most_s:.0f} s, see {log}"
-    if done.returncode != 0:
+        finally:
+            # With what it has started: a server that stays keeps the GPU from the parts that follow.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if exit_code != 0:
         said = [line for line in log.read_text(errors="replace").splitlines() if line and not line[0].isspace()]
-        return f"{said[-1] if said else 'said nothing'} (exit code {done.returncode}, see {log})"
+        return f"{said[-1] if said else 'said nothing'} (exit code {exit_code}, see {log})"
     result = out / f"{name}.json"
     tables: dict[str, Rows] = json.loads(result.read_text())
     result.unlink()

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from checkpoints import save_tokenizer
-from gpu_kernels import Rows, device_of, seconds
+from gpu_kernels import Rows, wall_s
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from engine.config import EngineConfig
@@ -107,12 +107,12 @@ def config_of(shape: Shape, folder: str, **changes: Any) -> EngineConfig:
 
 def small(*, smoke: bool) -> dict[str, Rows]:
     """Step times with and without graphs, and tokens/s, of Qwen3-0.6B's shape."""
-    device, shape = device_of(smoke=smoke), shape_of("small", smoke=smoke)
+    shape = shape_of("small", smoke=smoke)
     with saved(shape) as folder:
         steps = [
             {"decode steps": "with graphs" if graphs else "kernel by kernel", **row}
             for graphs in (True, False)
-            for row in _step_times(shape, config_of(shape, folder, enforce_eager=not graphs), device)
+            for row in _step_times(shape, config_of(shape, folder, enforce_eager=not graphs))
         ]
         return {f"Step times, {shape.name}": steps, f"Tokens/s, {shape.name}": _tokens_per_s(shape, folder)}
 
@@ -124,7 +124,7 @@ def large(*, smoke: bool) -> dict[str, Rows]:
         return {f"Tokens/s, {shape.name}": _tokens_per_s(shape, folder)}
 
 
-def _step_times(shape: Shape, config: EngineConfig, device: torch.device) -> Iterator[dict[str, Any]]:
+def _step_times(shape: Shape, config: EngineConfig) -> Iterator[dict[str, Any]]:
     _give_back()
     began_s = time.perf_counter()
     executor = TorchExecutor(config)
@@ -132,7 +132,7 @@ def _step_times(shape: Shape, config: EngineConfig, device: torch.device) -> Ite
     context = shape.prompt_tokens
     for load in shape.loads:
         plan = _decodes(load, context, config.block_size)
-        step_s = seconds(partial(executor.execute, plan), device, repeats=20)
+        step_s = wall_s(partial(executor.execute, plan), repeats=20)
         yield {"requests": load, "context": context, "ms": step_s * 1e3, "start s": start_s}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
+from triton.testing import do_bench
 
 from kernels import dispatch, reference
 
@@ -28,24 +29,23 @@ def device_of(*, smoke: bool) -> torch.device:
     return torch.device("cpu" if smoke else "cuda")
 
 
-def seconds(run: Run, device: torch.device, *, repeats: int = 30) -> float:
-    """Median time of one run, after three for warm-up."""
+def seconds(run: Run, device: torch.device) -> float:
+    """Median time of what one run launches on the device, which finds nothing of the run before in its cache."""
     if device.type == "cpu":
-        times = []
-        for _ in range(3):
-            began_s = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began_s)
-        return statistics.median(times)
-    for _ in range(3):
+        return wall_s(run, repeats=3)
+    milliseconds: float = do_bench(run, return_mode="median")
+    return milliseconds / 1e3
+
+
+def wall_s(run: Run, *, repeats: int) -> float:
+    """Median time of a run that waits for what it has launched, after one for warm-up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
         run()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in pairs:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
 
 
 def copy_bytes_per_s(device: torch.device, *, smoke: bool) -> float:

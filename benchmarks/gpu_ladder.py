@@ -76,6 +76,7 @@ def _climb(url: str, fence: int, max_model_len: int, *, smoke: bool) -> list[Sta
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         while (step := next_step(task.plan, stages)) is not None:
             stages.append(runner.run(measure_stage(stage_spec(task, step, stages), target)).record)
+            print(_row(stages[-1]), flush=True)  # into the log: where time is up, these are what there is
     return stages
 
 

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,18 +22,35 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def served(model: str, *arguments: str) -> Iterator[str]:
-    """Serve a model on a port of its own; yields the URL once it answers.
+    """Serve a model on a port of its own; yields the URL once it answers. What it says goes to standard error.
 
     Args:
         model: `embedded` or a folder.
         arguments: further ones of `python -m engine serve`.
+
+    Raises:
+        RuntimeError: with the last it said, where it does not come up.
     """
     command = [sys.executable, "-m", "engine", "serve", model, "--port", "0", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
-    try:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stderr is not None  # noqa: S101 - a pipe was asked for
-        ready = next(json.loads(line) for line in process.stderr if line.startswith('{"event": "ready"'))
-        yield f"http://{ready['host']}:{ready['port']}"
-    finally:
-        process.terminate()
-        process.communicate()
+        url = _url(process.stderr)
+        # A pipe that nobody empties stops what writes into it.
+        rest = threading.Thread(target=sys.stderr.writelines, args=(process.stderr,))
+        rest.start()
+        try:
+            yield url
+        finally:
+            process.terminate()
+            rest.join()
+
+
+def _url(said: Iterable[str]) -> str:
+    """Where it answers, as soon as it says so."""
+    line = "nothing"
+    for line in said:
+        if line.startswith('{"event": "ready"'):
+            ready = json.loads(line)
+            return f"http://{ready['host']}:{ready['port']}"
+        sys.stderr.write(line)
+    raise RuntimeError(f"the engine did not start; the last it said: {line.strip()}")
