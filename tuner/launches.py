@@ -21,6 +21,12 @@ from tuner.trial import TrialEvent, TrialNote, TrialRunner, TrialSpec, WorkerLos
 RECENT_LAUNCHES = 4
 """Launches the time left is reckoned from: a confirmation takes much less time than a ladder."""
 
+FEWEST_START_S = 60.0
+"""That any start gets, however little time is left. Unit: seconds."""
+
+START_ROOM = 3
+"""That much longer than all before may a start take where no time is left."""
+
 MAX_RETRIES = {FailureKind.INFRASTRUCTURE: 2, FailureKind.CRASHED: 1}
 """How often a launch is tried again after it failed so: for a reason outside the config, or without giving one."""
 
@@ -302,9 +308,15 @@ class Launches:
             plan=plan,
             directory=self._store.begin_trial(asked).absolute(),
             kept_stages=kept,
+            most_start_s=self._most_start_s(),
         )
         self._running[asked.number] = _Launch(spec, asked, time.perf_counter())
         self._workers.start(spec)
+
+    def _most_start_s(self) -> float:
+        """What is left of the budget; a start that is like those before it is not given up for that."""
+        longest_s = max((trial.start_s for trial in self.trials), default=0.0)
+        return max(FEWEST_START_S, START_ROOM * longest_s, self.seconds_left())
 
     def _cut_off(self, role: TrialRole, config: EngineConfig) -> AskedTrial | None:
         """The trial of this config that was cut off with the run, to go on with; where it is none of them, all close.

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from tuner.climb import Climb, climb, stalled
 from tuner.engine_config import EngineConfig
-from tuner.engines.adapter import EngineAdapter, OurEngine, recognised
+from tuner.engines.adapter import EngineAdapter, OurEngine, recognised, start_timeout_s
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.device_memory import ReadMemory, memory_reader
 from tuner.engines.device_return import (
@@ -63,6 +63,9 @@ class TrialSpec(Record):
     directory: Path
     kept_stages: tuple[StageRecord, ...] = ()
     """Measured on an earlier launch of this trial, before the run was cut off; they are not repeated."""
+
+    most_start_s: float | None = None
+    """What the job's budget allows a start; a `start_timeout` of the job goes before it. None: any. Unit: seconds."""
 
 
 class TrialNote(Record):
@@ -243,7 +246,7 @@ def served_model_name(spec: TrialSpec) -> str:
 def _come_up(spec: TrialSpec, engine: RunningEngine) -> Generator[TrialNote, None, float]:
     """Wait until the engine is ready; notes say how far it has come. Returns how long it took, in seconds."""
     adapter, told = _adapter(spec), None
-    starting = wait_until_ready(engine, adapter.health, timeout_s=adapter.start_timeout_s(spec.job.engine))
+    starting = wait_until_ready(engine, adapter.health, timeout_s=_start_limit_s(spec))
     while True:
         try:
             reached = adapter.progress(next(starting))
@@ -252,6 +255,12 @@ def _come_up(spec: TrialSpec, engine: RunningEngine) -> Generator[TrialNote, Non
         if reached not in (None, told):
             told = reached
             yield TrialNote(text=f"trial {spec.number}: {adapter.name} {reached}")
+
+
+def _start_limit_s(spec: TrialSpec) -> float:
+    """A start that hangs, on a GPU for half an hour, would else outlast the job itself."""
+    limit_s = start_timeout_s(_adapter(spec), spec.job.engine)
+    return limit_s if spec.most_start_s is None or spec.job.engine.start_timeout else min(limit_s, spec.most_start_s)
 
 
 def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> AbstractContextManager[RunningEngine]:
@@ -272,7 +281,14 @@ def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> 
 def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
     log_path = spec.directory / "engine.log"
     if error.timed_out:
-        detail = f"{error}{_so_far(spec)}: set a longer one (15m, 1h) or see {log_path} for what it waits for"
+        limit_s, asked_s = _start_limit_s(spec), spec.job.engine.start_timeout
+        what = f"after engine.start_timeout={asked_s:g}s" if asked_s else f"in {limit_s:.0f} s"
+        if limit_s == spec.most_start_s and not asked_s:
+            what += ", all that the job's budget had left"
+        detail = (
+            f"the engine was not ready {what}{_so_far(spec)}: set a longer engine.start_timeout (15m, 1h) or see "
+            f"{log_path} for what it waits for"
+        )
         return Failed(kind=FailureKind.START_TIMEOUT, detail=detail)
     return _last_words(spec, was_ready=False, exit_code=error.exit_code)
 

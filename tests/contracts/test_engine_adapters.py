@@ -64,7 +64,7 @@ def _serving(under_test: EngineUnderTest, directory: Path) -> Iterator[Running]:
     with launched(
         command, port=port, environment=environment, directory=directory, exit_grace_s=adapter.exit_grace_s
     ) as engine:
-        for _ in wait_until_ready(engine, adapter.health, timeout_s=adapter.start_timeout_s(job.engine)):
+        for _ in wait_until_ready(engine, adapter.health, timeout_s=adapter.longest_start_s(job.engine)):
             pass
         yield Running(under_test=under_test, adapter=adapter, engine=engine, directory=directory)
 

@@ -280,9 +280,29 @@ def test_a_start_that_hangs_is_told_by_its_limit_and_how_to_raise_it(
 
     assert isinstance(trial.outcome, Failed)
     assert trial.outcome.kind is FailureKind.START_TIMEOUT
-    for told in ("engine.start_timeout=1s", "it loads the model", "set a longer one", str(tmp_path / "engine.log")):
+    for told in (
+        "engine.start_timeout=1s",
+        "it loads the model",
+        "set a longer engine.start_timeout",
+        str(tmp_path / "engine.log"),
+    ):
         assert told in trial.outcome.detail
     assert _engine_is_gone(tmp_path)
+
+
+def test_a_start_that_hangs_ends_with_the_jobs_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The half hour that a start may take on a GPU would be the whole budget of a job of half an hour, and more."""
+
+    def command(*_: object, port: int, served_model_name: str) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(600)"]
+
+    monkeypatch.setattr("tuner.engines.builtin.BuiltinEngine.command", command)
+    _, trial = _run(_spec(tmp_path, _steps(1)).model_copy(update={"most_start_s": 1.0}))
+
+    assert isinstance(trial.outcome, Failed)
+    assert trial.outcome.kind is FailureKind.START_TIMEOUT
+    for told in ("in 1 s, all that the job's budget had left", "set a longer engine.start_timeout"):
+        assert told in trial.outcome.detail
 
 
 def test_a_model_that_cannot_be_had_is_a_failed_trial(tmp_path: Path) -> None:

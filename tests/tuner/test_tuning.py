@@ -563,6 +563,15 @@ def test_what_no_setting_changes_is_not_tried_with_all_of_them(tmp_path: Path) -
     assert "the hub did not give it" in answer.reason
 
 
+def test_a_start_gets_no_more_than_is_left_of_the_budget_but_never_less_than_those_before(tmp_path: Path) -> None:
+    """One that hangs must not outlast the job; one that is like the others must not fail for coming last."""
+    _, _, workers = _run(tmp_path, reshape=_saturating, over={"budget": {"trials": 3, "time": "10m"}})
+    limits = [spec.most_start_s for spec in workers.launched]
+    assert all(limit is not None and 500 < limit <= 600 for limit in limits)
+    _, _, workers = _run(tmp_path / "short", reshape=_saturating, over={"budget": {"trials": 3, "time": "1s"}})
+    assert {spec.most_start_s for spec in workers.launched} == {60.0}
+
+
 def test_time_spent_before_a_run_was_cut_off_counts(tmp_path: Path) -> None:
     """The answer's wall time holds what was measured in it, also the stages of a trial that goes on."""
     job = load_job("embedded")

@@ -36,7 +36,7 @@ def test_a_load_past_the_fence_it_tells_of_is_said_to_queue(make_job: MakeJob, t
         directory=tmp_path,
         exit_grace_s=adapter.exit_grace_s,
     ) as server:
-        for _ in wait_until_ready(server, timeout_s=adapter.start_timeout_s(job.engine)):
+        for _ in wait_until_ready(server, timeout_s=adapter.longest_start_s(job.engine)):
             pass
         asked = ["--workload", "short.yaml", "--loads", "2,16", "--time", "2s", "--json"]
         bench = subprocess.run(

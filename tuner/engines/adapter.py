@@ -58,6 +58,10 @@ class Reading:
     """The part that stages need for their memory figures."""
 
 
+LONGEST_START_S = 300.0
+"""What a start gets where an adapter knows no better. Unit: seconds."""
+
+
 class EngineAdapter(Protocol):
     """One engine as the tuner meets it: a command line, a log, and HTTP."""
 
@@ -84,8 +88,8 @@ class EngineAdapter(Protocol):
     def assumed_start_s(self) -> float:
         """A guess at one start, until a launch was seen. Unit: seconds."""
 
-    def start_timeout_s(self, spec: EngineSpec) -> float:
-        """How long a launch may take: the job's own limit, else one that no start here exceeds. Unit: seconds."""
+    def longest_start_s(self, spec: EngineSpec) -> float:
+        """What no start here exceeds that does not hang. Unit: seconds."""
 
     @property
     def metrics(self) -> MetricNames:
@@ -214,3 +218,8 @@ def _not_for(adapter: EngineAdapter, job: TuningJob) -> Iterator[str]:
     for name in engine.fixed.model_dump(exclude={"extra_args"}, exclude_defaults=True, exclude_none=True):
         if name not in adapter.settable:
             yield f"engine.fixed.{name}"
+
+
+def start_timeout_s(adapter: EngineAdapter, spec: EngineSpec) -> float:
+    """How long a launch may take: what the job says, else what the engine's start may take here. Unit: seconds."""
+    return adapter.longest_start_s(spec) if spec.start_timeout is None else spec.start_timeout

@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 
 from tuner.engine_config import EngineConfig, Setting
-from tuner.engines.adapter import Installed, Reading, asked
+from tuner.engines.adapter import LONGEST_START_S, Installed, Reading, asked
 from tuner.engines.device_return import NotFree
 from tuner.engines.family import TERM_GRACE_S
 from tuner.engines.memory_failures import memory_failure
-from tuner.engines.process import START_TIMEOUT_S, how_it_ended, read_url
+from tuner.engines.process import how_it_ended, read_url
 from tuner.job import EngineSpec, TuningJob
 from tuner.measure.memory import EngineMemory
 from tuner.measure.prometheus import VLLM_METRICS, MetricNames, read_infos, read_memory_bytes
@@ -52,9 +52,10 @@ class BuiltinEngine:
     assumed_start_s: float = 8.0
     exit_grace_s: float = TERM_GRACE_S
 
-    def start_timeout_s(self, spec: EngineSpec) -> float:
-        """How long a launch may take."""
-        return START_TIMEOUT_S if spec.start_timeout is None else spec.start_timeout
+    def longest_start_s(self, spec: EngineSpec) -> float:
+        """Five minutes."""
+        del spec
+        return LONGEST_START_S
 
     def installed(self, job: TuningJob) -> Installed:
         """It comes with the tuner: nothing has to be asked."""

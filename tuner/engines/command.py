@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tuner.engine_config import EngineConfig, Setting
-from tuner.engines.adapter import Installed, Reading, asked
+from tuner.engines.adapter import LONGEST_START_S, Installed, Reading, asked
 from tuner.engines.definition import EngineDefinition, Place, filled
 from tuner.engines.device_return import NotFree
 from tuner.engines.memory_failures import log_lines, memory_failure
-from tuner.engines.process import START_TIMEOUT_S, how_it_ended, read_url
+from tuner.engines.process import how_it_ended, read_url
 from tuner.inputs import InputError
 from tuner.job import EngineSpec, TuningJob
 from tuner.measure.prometheus import MetricNames
@@ -74,9 +74,10 @@ class CommandEngine:
         """As the definition says."""
         return self.definition.exit_s
 
-    def start_timeout_s(self, spec: EngineSpec) -> float:
-        """How long a launch may take."""
-        return START_TIMEOUT_S if spec.start_timeout is None else spec.start_timeout
+    def longest_start_s(self, spec: EngineSpec) -> float:
+        """Five minutes."""
+        del spec
+        return LONGEST_START_S
 
     def installed(self, job: TuningJob) -> Installed:
         """See to it that its executable is there, and that every value the job may launch can be told.

@@ -27,9 +27,6 @@ from tuner.redaction import redacted
 EXIT_S = 2 * supervisor.ORPHAN_GRACE_S
 """Between an engine's death and its exit code, at the most: what it has left is ended first. Unit: seconds."""
 
-START_TIMEOUT_S = 300.0
-"""What a start gets where neither the job nor the engine's adapter knows better. Unit: seconds."""
-
 POLL_S = 0.05
 """Between two looks at a starting engine. Unit: seconds."""
 
@@ -198,6 +195,4 @@ def wait_until_ready(
                 engine.members.extend(living(engine.launch))
                 return start_s
             time.sleep(POLL_S)
-    raise EngineStartError(
-        f"the engine was not ready after engine.start_timeout={timeout_s:g}s", exit_code=None, timed_out=True
-    )
+    raise EngineStartError(f"the engine was not ready after {timeout_s:g} s", exit_code=None, timed_out=True)

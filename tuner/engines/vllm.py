@@ -14,7 +14,7 @@ from typing import Any
 
 from tuner.engine_config import EngineConfig, Setting
 from tuner.engines import vllm_log
-from tuner.engines.adapter import Installed, Reading, asked
+from tuner.engines.adapter import Installed, Reading, asked, start_timeout_s
 from tuner.engines.device_return import NotFree
 from tuner.engines.kv_block import kv_block_bytes
 from tuner.engines.process import how_it_ended, read_url
@@ -29,11 +29,11 @@ from tuner.parameters import SearchedValues
 from tuner.placement import needs_gpu_count
 from tuner.records import EngineFacts, Failed, FailureKind
 
-START_TIMEOUT_S = 1800.0
+LONGEST_START_S = 1800.0
 """A first start on a GPU fetches and loads a big model's weights, compiles it, warms kernels up and captures graphs of
 dozens of batch sizes: minutes each. Unit: seconds."""
 
-CPU_START_TIMEOUT_S = 600.0
+CPU_LONGEST_START_S = 600.0
 """No graphs there, and small models: the longest start seen took two minutes. Unit: seconds."""
 
 ANSWER_S = 60.0
@@ -62,11 +62,9 @@ class VllmEngine:
     assumed_start_s: float = 60.0
     exit_grace_s: float = 30.0
 
-    def start_timeout_s(self, spec: EngineSpec) -> float:
-        """How long a launch may take."""
-        if spec.start_timeout is not None:
-            return spec.start_timeout
-        return CPU_START_TIMEOUT_S if spec.device == "cpu" else START_TIMEOUT_S
+    def longest_start_s(self, spec: EngineSpec) -> float:
+        """Ten minutes on a CPU; half an hour elsewhere, where kernels are compiled and graphs captured."""
+        return CPU_LONGEST_START_S if spec.device == "cpu" else LONGEST_START_S
 
     def installed(self, job: TuningJob) -> Installed:
         """Ask the environment's own Python which flags its vLLM knows and what it takes where it is told nothing.
@@ -120,7 +118,7 @@ class VllmEngine:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(Path(_OWN_CACHE).expanduser()),
             # Its own limit for its core, ten minutes: one of the two limits has to rule, and this one can be set.
-            "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(self.start_timeout_s(spec))),
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_timeout_s(self, spec))),
         }
         if Path(model).is_dir():
             here["HF_HUB_OFFLINE"] = "1"

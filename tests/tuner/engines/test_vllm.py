@@ -12,7 +12,7 @@ import pytest
 
 from tuner.engine_config import EngineConfig
 from tuner.engines import vllm, vllm_install
-from tuner.engines.adapter import recognised
+from tuner.engines.adapter import recognised, start_timeout_s
 from tuner.engines.vllm import VLLM
 from tuner.engines.vllm_config import captures_graphs, device_of
 from tuner.engines.vllm_install import Question, Told, flags_of, python_of, told
@@ -113,7 +113,7 @@ def test_every_worker_of_every_core_has_cpus(
 def test_a_start_gets_the_time_that_a_first_one_takes_there(over: dict[str, object], limit_s: int) -> None:
     """Minutes of compiling would be taken for a hang, by us or by vLLM's own limit, and every setting ruled out."""
     spec = EngineSpec.model_validate({"name": "vllm", **over})
-    assert VLLM.start_timeout_s(spec) == limit_s
+    assert start_timeout_s(VLLM, spec) == limit_s
     assert VLLM.environment({}, "owner/name", spec)["VLLM_ENGINE_READY_TIMEOUT_S"] == str(limit_s)
 
 
