@@ -18,7 +18,7 @@ from tuner.engines.device_holders import cpu_holders, sentence
 from tuner.engines.device_lock import device_names, open_lock, wait_for_turn
 from tuner.engines.family import MARK
 from tuner.frozen import Record
-from tuner.gpus import visible_gpus
+from tuner.gpus import same_for_all, visible_gpus
 from tuner.provenance import PACKAGES
 
 BUSY_SHARE = 0.2
@@ -215,7 +215,7 @@ def _kind_of_disk(folder: Path) -> str | None:
 
 
 def _lock_holder() -> str | None:
-    for device in sorted({*device_names(()), *device_names(visible_gpus())}):
+    for device in sorted({*device_names(()), *device_names(same_for_all(visible_gpus()))}):
         with open_lock(device) as lock:
             holder = next(wait_for_turn(lock, holder="kneetune doctor"), None)
         if holder is not None:

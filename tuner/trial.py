@@ -28,7 +28,7 @@ from tuner.engines.device_return import (
 from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched, wait_until_ready
 from tuner.engines.registry import adapter_of
 from tuner.frozen import Record
-from tuner.gpus import VARIABLE
+from tuner.gpus import VARIABLE, same_for_all
 from tuner.job import TuningJob
 from tuner.ladder import Ladder, Plan
 from tuner.load.connection import Endpoint
@@ -127,7 +127,7 @@ def run_trial(spec: TrialSpec, *, gpus: tuple[str, ...] = (), read: ReadMemory |
     outcome: TrialOutcome
     try:
         with contextlib.ExitStack() as stack:
-            yield from _wait_for_devices(spec, device_names(gpus), stack)
+            yield from _wait_for_devices(spec, device_names(same_for_all(gpus)), stack)
             begun = time.perf_counter()
             _check_gpus(spec, environment)
             before = read()
@@ -204,9 +204,12 @@ def _wait_for_memory(adapter: EngineAdapter, failed: Failed, read: ReadMemory) -
 
 
 def _environment(environment: Mapping[str, str], gpus: tuple[str, ...]) -> dict[str, str]:
-    """What the engine is started with: this process's environment less Ray's own part, and the GPUs it was given."""
+    """What the engine is started with: this process's environment less Ray's own part, and the GPUs it was given.
+
+    By number those are the driver's, as its tool and its library count; CUDA by itself would number the fastest first.
+    """
     kept = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
-    return kept | {VARIABLE: ",".join(gpus)} if gpus else kept
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **kept, VARIABLE: ",".join(gpus)} if gpus else kept
 
 
 def _wait_for_devices(spec: TrialSpec, devices: Sequence[str], stack: contextlib.ExitStack) -> Iterator[TrialNote]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.gpus import kinds_of, shown_gpus, visible_gpus
+from tuner.gpus import instances_in_the_way, kinds_of, shown_gpus, uuids_of, visible_gpus
 
 LISTING = """\
 GPU 0: NVIDIA L4 (UUID: GPU-aaaa1111-0000)
@@ -56,3 +56,27 @@ def test_a_machine_is_named_by_the_kinds_of_gpu_it_shows() -> None:
     assert kinds_of(listing, ["0", "1"]) == "NVIDIA H200, 140 GiB"
     assert kinds_of(listing, ["GPU-b", "2"]) == "NVIDIA H200, 140 GiB and NVIDIA L4, 22 GiB"
     assert kinds_of("[N/A]", ["0"]) is None
+
+
+def test_instances_that_nobody_named_are_refused_with_their_names() -> None:
+    """CUDA gives every process the first instance: trials at once would measure each other, and say nothing of it."""
+    why = instances_in_the_way(LISTING, None, devices_per_trial=1)
+    assert why is not None
+    assert "CUDA_VISIBLE_DEVICES=GPU-aaaa1111-0000,GPU-bbbb2222-0000,MIG-dddd4444" in why
+    assert instances_in_the_way(LISTING, "MIG-dddd4444,0", devices_per_trial=1) is None
+    assert instances_in_the_way(LISTING.partition("  MIG")[0], None, devices_per_trial=2) is None
+
+
+def test_no_engine_is_launched_over_several_instances() -> None:
+    """It would fail in its first collective, minutes later and in other words."""
+    why = instances_in_the_way(LISTING, "MIG-dddd4444,0", devices_per_trial=2)
+    assert why is not None
+    assert "takes 2 GPUs" in why
+    assert instances_in_the_way(LISTING, "0,1", devices_per_trial=2) is None
+
+
+def test_a_gpu_has_one_name_for_all_jobs() -> None:
+    """Two jobs that call one GPU by its number and by its UUID would both have it to themselves."""
+    assert uuids_of(LISTING, ["0", "GPU-aaaa", "GPU-aaaa1111-0000"]) == ("GPU-aaaa1111-0000",) * 3
+    assert uuids_of(LISTING, ["MIG-dddd", "2"]) == ("MIG-dddd4444", "GPU-cccc3333-0000")
+    assert uuids_of("", ["0", "7"]) == ("0", "7")

@@ -11,7 +11,8 @@ from tuner.commands.words import duration_text
 from tuner.engines.adapter import check_job
 from tuner.engines.device_holders import in_the_way
 from tuner.engines.registry import adapter_of
-from tuner.gpus import visible_gpus
+from tuner.gpus import visible_gpus, why_unusable
+from tuner.inputs import InputError
 from tuner.job import TuningJob, load_job
 from tuner.placement import Placement, needs_gpu_count, place
 from tuner.planning import JobPlan, plan_of
@@ -39,9 +40,14 @@ def place_here(job: TuningJob) -> Placement:
     """
     check_job(adapter_of(job.engine), job)
     configs = (job.config(values) for values in combinations(job.search_space))
+    largest = max(configs, key=lambda config: config.num_devices)
+    if needs_gpu_count(job.engine):
+        unusable = why_unusable(devices_per_trial=largest.num_devices)
+        if unusable is not None:
+            raise InputError(unusable)
     return place(
         job.engine,
-        largest=max(configs, key=lambda config: config.num_devices),
+        largest=largest,
         num_gpus=len(visible_gpus()) if needs_gpu_count(job.engine) else 0,
         num_cpus=len(os.sched_getaffinity(0)),
         asked=job.parallel_trials,

@@ -64,6 +64,23 @@ def test_more_than_fit_are_named_in_the_plan_and_on_a_cpu_there_is_one() -> None
     assert "parallel_trials=8 do not fit on 4 GPUs" in plan_of(job, place_here(job)).warnings[0]
 
 
+def test_a_divided_gpu_is_refused_until_its_instances_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is launched, with the line that makes it work."""
+    tool = tmp_path / "nvidia-smi"
+    listing = r"GPU 0: NVIDIA A100 (UUID: GPU-a)\n  MIG 1g Device 0: (UUID: MIG-b)\n  MIG 1g Device 1: (UUID: MIG-c)\n"
+    tool.write_text(f"#!/bin/sh\nprintf '{listing}'\n", encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES=MIG-b,MIG-c"):
+        place_here(_job(device="cuda"))
+    assert place_here(_job(device="cpu")).parallel_trials == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b,MIG-c")
+    assert place_here(_job(device="cuda")).parallel_trials == 2
+
+
 def test_a_job_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would wait for it for ever, silently."""
     monkeypatch.setenv("PATH", str(tmp_path))
