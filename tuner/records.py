@@ -285,6 +285,13 @@ class StageRecord(EngineFigures):
     """CPU use of each process of the engine while the stage was measured, in cores: first the one that was launched
     (it speaks HTTP), then its descendants, the busiest first. None for a server that is not ours."""
 
+    other_cpu_cores: float | None = None
+    """CPU that neither the engine nor the load generator used meanwhile, of the cores that this process may use; what a
+    virtual machine was not given counts. None for a server that is not ours. Unit: cores."""
+
+    idle_cpu_cores: float | None = None
+    """Of the same cores, what nobody used."""
+
     memory: MemoryFigures
     valid: bool
     invalid_reasons: tuple[str, ...] = ()

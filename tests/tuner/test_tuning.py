@@ -637,6 +637,20 @@ def test_a_failure_on_a_device_that_stays_full_is_not_retried_there(tmp_path: Pa
     assert answer.verdict is RunVerdict.NO_FEASIBLE_CONFIG
 
 
+def test_a_comparison_that_met_other_work_says_so(tmp_path: Path) -> None:
+    """Four launches cannot tell a gain from a neighbour who came and went in the middle."""
+
+    def beside_others(made: StageRecord) -> StageRecord:
+        seen = {"other_cpu_cores": 0.9 if made.kind is StageKind.OPERATING else 0.02, "idle_cpu_cores": 0.1}
+        return _saturating(made).model_copy(update=seen)
+
+    answer, _, _ = _run(tmp_path, reshape=beside_others)
+    (warning,) = [text for text in answer.warnings if "other work took" in text]
+    assert answer.production is not None
+    for number in answer.production.confirmed_by:
+        assert str(number) in warning
+
+
 def test_launches_too_far_apart_to_promise_a_rate_are_warned_of(tmp_path: Path) -> None:
     """Whoever holds arrivals to half of what was seen must know that it is the launches, and what to do about it."""
 

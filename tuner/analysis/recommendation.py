@@ -11,6 +11,7 @@ from tuner.analysis.explanation import Requests, Wanted, capacity_of, diagnosis_
 from tuner.analysis.no_safe_rate import none_safe
 from tuner.analysis.noise import kept_by_another, launch_noise
 from tuner.analysis.not_further import not_further
+from tuner.analysis.other_work import other_work_warning
 from tuner.analysis.pareto import pareto_front
 from tuner.analysis.profiles import ProductionChoice, RunFinding
 from tuner.analysis.protective import LIVABLE, ProtectiveCandidate
@@ -135,6 +136,7 @@ def recommend(
             *_warnings(production_profile, protective_profile),
             *([] if production_profile is None else _no_safe_rate(rate)),
             *([] if safe_rate_rps is None else _scattered(noise)),
+            *_disturbed(confirmations),
         ),
     )
 
@@ -316,6 +318,15 @@ def _no_safe_rate(rate: ConfirmedRate | None) -> list[str]:
         return ["no safe rate was measured: an open loop needs headroom below these closed-loop figures"]
     why = none_safe(rate.stages, rate.search.slo)
     return [] if why is None else [why]
+
+
+def _disturbed(confirmations: Confirmations) -> list[str]:
+    pair, protective, rate = confirmations.pair, confirmations.protective, confirmations.rate
+    launches = [] if pair is None else [*pair.production, *pair.baseline]
+    launches += [] if protective is None else [protective.trial]
+    launches += [] if rate is None else [rate.trial]
+    warning = other_work_warning(sorted(launches, key=lambda trial: trial.number))
+    return [] if warning is None else [warning]
 
 
 def _failed_defaults(trials: Sequence[TrialRecord], defaults: EngineConfig) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tuner.load.generator import ClosedLoop
 from tuner.measure import latency, saturation, stall, steady
-from tuner.measure.cpu import cores_used, cpu_times
+from tuner.measure.cpu import cores_used, cpu_times, other_work
 from tuner.measure.latency import Window
 from tuner.measure.load import Generator, check_prompt_lengths, load_on
 from tuner.measure.memory import PssSampler
@@ -130,6 +130,7 @@ class _Watch:
             before=before,
             after=after,
             process_cpu_cores=cores_used(cpu_before, cpu_after, elapsed_s=cpu_to_s - cpu_from_s),
+            other_work=other_work(cpu_before, cpu_after, elapsed_s=cpu_to_s - cpu_from_s),
         )
 
     async def _warm_up(self) -> EndedBy | None:

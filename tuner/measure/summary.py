@@ -10,6 +10,7 @@ import numpy as np
 
 from tuner.load.log import LoadLog
 from tuner.measure import latency, steady
+from tuner.measure.cpu import OtherWork
 from tuner.measure.latency import Window
 from tuner.measure.memory import memory_figures
 from tuner.measure.others import FEWEST_SCRAPES, foreign_ended, foreign_in_flight
@@ -46,6 +47,9 @@ class Seen:
 
     process_cpu_cores: tuple[float, ...] | None = None
     """CPU use of the engine's processes while it was measured; None: not ours to look at."""
+
+    other_work: OtherWork | None = None
+    """What others did on this machine meanwhile; None: the engine is not ours to look at."""
 
     def grown(self, counter: Callable[[MetricsSnapshot], Number | None]) -> Number | None:
         """How much one of the engine's counters grew over the window; None where that is unknown."""
@@ -131,6 +135,8 @@ def summarise(
         peak_running=_most([sample.running for sample in inside]),
         steps=_steps(seen),
         process_cpu_cores=seen.process_cpu_cores,
+        other_cpu_cores=None if seen.other_work is None else seen.other_work.other_cores,
+        idle_cpu_cores=None if seen.other_work is None else seen.other_work.idle_cores,
         memory=memory_figures(
             target.memory, kv_cache_usage_peak=kv_cache_usage_peak, device_peak_bytes=device_peak_bytes
         ),

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 
-from tuner.measure.cpu import CpuTimes, cores_used, cpu_times
+import psutil
+
+from tuner.measure.cpu import CpuTimes, HostTimes, OtherWork, cores_used, cpu_times, other_work
 
 ROOT, CHILD, LATE = (10, 1.0), (11, 2.0), (12, 3.0)
 
@@ -50,3 +52,31 @@ def test_a_process_that_is_gone_is_unknown() -> None:
     with subprocess.Popen(["/bin/true"]) as gone:
         gone.wait()
         assert cpu_times(gone.pid) is None
+
+
+def test_what_others_did_is_what_neither_engine_nor_load_generator_did() -> None:
+    """Four cores for ten seconds: the engine took 1.5, the load 0.5, a neighbour 1, and one was idle."""
+    before = CpuTimes(ROOT, {ROOT: 1.0, CHILD: 2.0}, HostTimes(used_s=100.0, idle_s=50.0, own_s=7.0))
+    after = CpuTimes(ROOT, {ROOT: 6.0, CHILD: 12.0}, HostTimes(used_s=130.0, idle_s=60.0, own_s=12.0))
+    assert other_work(before, after, elapsed_s=10.0) == OtherWork(other_cores=1.0, idle_cores=1.0)
+    assert other_work(None, after, elapsed_s=10.0) is None
+    assert other_work(before, after, elapsed_s=0.0) is None
+
+
+def test_a_neighbour_is_seen_by_what_it_uses() -> None:
+    """Its work beside an engine makes figures that no quiet machine repeats."""
+    spins = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as engine:
+        try:
+            before = cpu_times(engine.pid)
+            with subprocess.Popen(spins) as neighbour:
+                used = psutil.Process(neighbour.pid)
+                while sum(used.cpu_times()[:2]) < 0.3:
+                    pass
+                after, used_s = cpu_times(engine.pid), sum(used.cpu_times()[:2])
+                neighbour.kill()
+            seen = other_work(before, after, elapsed_s=1.0)
+        finally:
+            engine.kill()
+    assert seen is not None
+    assert seen.other_cores >= 0.9 * used_s - 0.05
