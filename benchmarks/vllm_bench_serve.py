@@ -29,8 +29,8 @@ import numpy as np
 from checkpoints import SHAPES, make_checkpoint
 from tool_figures import OUTPUT_TOKENS, PROMPT_TOKENS, Figures, Found, Load, Measure, interleaved, kneetune_bench, table
 
-from tuner.engines.process import free_port, launched, wait_until_ready
 from tuner.engines.registry import adapter_of
+from tuner.engines.starting import serving
 from tuner.job import EngineSpec, load_job
 from tuner.parameters import SearchedValues
 from tuner.provenance import hardware
@@ -90,16 +90,8 @@ def _server(vllm: Path, folder: Path) -> Iterator[str]:
     job = load_job("vllm-cpu", {"model": str(folder / "model"), "engine": given})
     engine: EngineSpec = job.engine
     config = job.config(SearchedValues(max_num_seqs=64, max_num_batched_tokens=1024, gpu_memory_utilization=0.5))
-    adapter, port = adapter_of(engine), free_port()
-    with launched(
-        adapter.command(job.model, config, engine, port=port, served_model_name=SERVED),
-        port=port,
-        environment=adapter.environment(os.environ, job.model, engine),
-        directory=folder,
-        exit_grace_s=adapter.exit_grace_s,
-    ) as running:
-        for _ in wait_until_ready(running, timeout_s=adapter.start_timeout_s(engine)):
-            pass
+    adapter = adapter_of(engine)
+    with serving(adapter, job.model, config, engine, served_model_name=SERVED, directory=folder) as running:
         yield running.base_url
 
 

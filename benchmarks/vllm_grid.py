@@ -27,8 +27,10 @@ from pydantic import Field
 from tuner.climb import Climb, climb
 from tuner.engine_config import EngineConfig
 from tuner.engines.adapter import EngineAdapter, OurEngine, recognised
-from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched, wait_until_ready
+from tuner.engines.process import EngineStartError, RunningEngine
 from tuner.engines.registry import adapter_of
+from tuner.engines.starting import serving
+from tuner.frozen import Record
 from tuner.job import TuningJob
 from tuner.ladder import Ladder
 from tuner.load.connection import Endpoint
@@ -36,7 +38,7 @@ from tuner.load.workload import Workload
 from tuner.measure.spec import Target
 from tuner.parameters import SearchedValues
 from tuner.provenance import hardware
-from tuner.records import EngineFacts, Failed, Record, StageRecord
+from tuner.records import EngineFacts, Failed, StageRecord
 
 SEQUENCES = (8, 16, 32)
 BUDGETS = (64, 256, 1024)
@@ -155,15 +157,9 @@ def _job(work: Path, vllm: str) -> TuningJob:
 def _measured(grid: Grid, config: EngineConfig) -> GridPoint:
     folder, adapter, engine = grid.folder(config), grid.adapter, grid.job.engine
     folder.mkdir(parents=True, exist_ok=True)
-    port, name = free_port(), f"grid-{os.getpid()}"
-    environment = adapter.environment(os.environ, grid.job.model, engine, num_devices=config.num_devices)
-    command = adapter.command(grid.job.model, config, engine, port=port, served_model_name=name)
+    name = f"grid-{os.getpid()}"
     try:
-        with launched(
-            command, port=port, environment=environment, directory=folder, exit_grace_s=adapter.exit_grace_s
-        ) as running:
-            for _ in wait_until_ready(running, timeout_s=adapter.start_timeout_s(engine)):
-                pass
+        with serving(adapter, grid.job.model, config, engine, served_model_name=name, directory=folder) as running:
             start_s = time.perf_counter() - running.begun_s
             reading = adapter.read(running.base_url, log=running.log_path)
             ours = recognised(adapter, reading, config, served_model_name=name, url=running.base_url)
@@ -238,7 +234,7 @@ def _write(grid: Grid, folder: Path) -> None:
 
 def _rows(point: GridPoint) -> Iterator[dict[str, object]]:
     config = point.config
-    head = {
+    head: dict[str, object] = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "gpu_memory_utilization": config.gpu_memory_utilization,

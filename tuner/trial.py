@@ -25,8 +25,9 @@ from tuner.engines.device_return import (
     wait_for_free,
     write_reading,
 )
-from tuner.engines.process import EngineStartError, RunningEngine, free_port, launched, wait_until_ready
+from tuner.engines.process import EngineStartError, RunningEngine, wait_until_ready
 from tuner.engines.registry import adapter_of
+from tuner.engines.starting import starting
 from tuner.frozen import Record
 from tuner.gpus import VARIABLE, same_for_all
 from tuner.job import TuningJob
@@ -267,17 +268,18 @@ def _start_limit_s(spec: TrialSpec) -> float:
 
 
 def _launched(spec: TrialSpec, environment: dict[str, str], *, on_gpu: bool) -> AbstractContextManager[RunningEngine]:
-    port, engine = free_port(), spec.job.engine
+    engine = spec.job.engine
     if on_gpu:
         # `auto` would fall back to the CPU where the engine's torch has no CUDA, and the trials beside it as well.
         engine = engine.model_copy(update={"device": "cuda"})
-    adapter, model = _adapter(spec), spec.job.model
-    return launched(
-        adapter.command(model, spec.config, engine, port=port, served_model_name=served_model_name(spec)),
-        port=port,
-        environment=adapter.environment(environment, model, engine, num_devices=spec.config.num_devices),
+    return starting(
+        _adapter(spec),
+        spec.job.model,
+        spec.config,
+        engine,
+        served_model_name=served_model_name(spec),
         directory=spec.directory,
-        exit_grace_s=adapter.exit_grace_s,
+        environment=environment,
     )
 
 

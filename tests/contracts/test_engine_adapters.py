@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +15,10 @@ import pytest
 from tests.contracts.engines import ENGINES, PARAMS, EngineUnderTest
 from tuner.engines.adapter import OWN_KEYS, EngineAdapter, OurEngine, Reading, asked, check_job, mismatch, recognised
 from tuner.engines.family import living, read_launch
-from tuner.engines.process import RunningEngine, free_port, launched, read_url, wait_until_ready
+from tuner.engines.process import RunningEngine, read_url
 from tuner.engines.registry import adapter_of
 from tuner.engines.running import reset_prefix_cache
+from tuner.engines.starting import serving
 from tuner.inputs import InputError
 from tuner.ladder import FixedSteps, LadderStep
 from tuner.load.connection import Endpoint
@@ -58,14 +58,10 @@ class Running:
 
 @contextmanager
 def _serving(under_test: EngineUnderTest, directory: Path) -> Iterator[Running]:
-    job, adapter, port = under_test.job, adapter_of(under_test.job.engine), free_port()
-    command = adapter.command(job.model, under_test.config, job.engine, port=port, served_model_name=SERVED)
-    environment = adapter.environment(os.environ, job.model, job.engine)
-    with launched(
-        command, port=port, environment=environment, directory=directory, exit_grace_s=adapter.exit_grace_s
+    job, adapter = under_test.job, adapter_of(under_test.job.engine)
+    with serving(
+        adapter, job.model, under_test.config, job.engine, served_model_name=SERVED, directory=directory
     ) as engine:
-        for _ in wait_until_ready(engine, adapter.health, timeout_s=adapter.longest_start_s(job.engine)):
-            pass
         yield Running(under_test=under_test, adapter=adapter, engine=engine, directory=directory)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.vllm.conftest import MakeJob
 from tuner.bench_answer import BenchAnswer
-from tuner.engines.process import free_port, launched, wait_until_ready
+from tuner.engines.starting import serving
 from tuner.engines.vllm import VllmEngine
 from tuner.parameters import SearchedValues
 
@@ -26,18 +26,10 @@ output_len: {kind: fixed, tokens: 16}
 
 def test_a_load_past_the_fence_it_tells_of_is_said_to_queue(make_job: MakeJob, tmp_path: Path) -> None:
     """Who asks for sixteen streams of a server with four seats measures its queue: the answer says from where on."""
-    job, adapter, port = make_job(), VllmEngine(), free_port()
+    job = make_job()
     config = job.config(SearchedValues(max_num_seqs=4, max_num_batched_tokens=256, gpu_memory_utilization=0.1))
     (tmp_path / "short.yaml").write_text(WORKLOAD)
-    with launched(
-        adapter.command(job.model, config, job.engine, port=port, served_model_name="m"),
-        port=port,
-        environment=adapter.environment(os.environ, job.model, job.engine),
-        directory=tmp_path,
-        exit_grace_s=adapter.exit_grace_s,
-    ) as server:
-        for _ in wait_until_ready(server, timeout_s=adapter.longest_start_s(job.engine)):
-            pass
+    with serving(VllmEngine(), job.model, config, job.engine, served_model_name="m", directory=tmp_path) as server:
         asked = ["--workload", "short.yaml", "--loads", "2,16", "--time", "2s", "--json"]
         bench = subprocess.run(
             [sys.executable, "-m", "tuner", "bench", server.base_url, *asked],
