@@ -34,7 +34,7 @@ from tuner.wording import config_text
 
 
 def confirm_production(
-    choice: ProductionChoice, defaults: EngineConfig, launches: Launches, *, slo: Slo, burst_load: int
+    choice: ProductionChoice, defaults: EngineConfig, launches: Launches, job: TuningJob, *, slo: Slo, burst_load: int
 ) -> tuple[ProductionChoice, ConfirmedPair]:
     """Launch production and the defaults in turn, at the operating point and at twice its load.
 
@@ -54,7 +54,8 @@ def confirm_production(
     if hopeless is not None:
         launches.note(f"the defaults are not re-measured beside production: {hopeless.detail}")
         turn.remove(None)
-    launches.expect(2 * len(turn) + MAX_PROTECTIVE_LAUNCHES)
+    rate_s = safe_rate_s(job, start_s=choice.trial.start_s, rate_rps=choice.stage.request_throughput_rps)
+    launches.expect(2 * len(turn) + MAX_PROTECTIVE_LAUNCHES, besides_s=rate_s)
     first = [(each, _confirm_once(each, candidates, defaults, launches, slo=slo, burst_load=None)) for each in turn]
     if choice.rival is None and _is_refuted(once := _stands(choice, first, launches), slo):
         return once
@@ -147,7 +148,7 @@ def measure_safe_rate(
         most_stages=SAFE_RATE_STAGES,
         relative_step=SAFE_RATE_STEP,
     )
-    launches.expect(1)
+    launches.expect(0, besides_s=needed_s)
     trial = launches.run(TrialRole.SAFE_RATE, choice.config, origin="production", plan=search)
     return ConfirmedRate(trial=trial, search=search)
 

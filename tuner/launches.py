@@ -83,6 +83,7 @@ class Launches:
         self._next_number = 1 + max(numbers, default=-1)
         self._num_expected = 0
         self._at_once = 1
+        self._besides_s = 0.0
         self._stop_requested = stop_requested
         self._job = job
         self._store = store
@@ -203,13 +204,14 @@ class Launches:
         }
         return len(told.union(self.configs_running()))
 
-    def expect(self, num_launches: int, *, at_once: int = 1) -> None:
+    def expect(self, num_launches: int, *, at_once: int = 1, besides_s: float = 0.0) -> None:
         """Say how many launches are still to come, those that run included: the time left is reckoned from it.
 
         Args:
             at_once: how many of them run side by side.
+            besides_s: how long others take that are not like the latest. Unit: seconds.
         """
-        self._num_expected, self._at_once = num_launches, at_once
+        self._num_expected, self._at_once, self._besides_s = num_launches, at_once, besides_s
 
     def note(self, text: str) -> None:
         """Tell the person who watches."""
@@ -400,7 +402,9 @@ class Launches:
         left_s = None
         if walls:
             mean_s = sum(walls) / len(walls)
-            left_s = max(0.0, min(self._num_expected / self._at_once * mean_s, self.seconds_left()))
+            running_s = max((time.perf_counter() - launch.begun_s for launch in self._running.values()), default=0.0)
+            to_go_s = self._num_expected / self._at_once * mean_s + self._besides_s - running_s
+            left_s = max(0.0, min(to_go_s, self.seconds_left()))
         return Clock(elapsed_s=self.elapsed_s(), left_s=left_s)
 
 

@@ -183,7 +183,12 @@ class _Search:
         job, launches, at_once = self._job, self._launches, self._launches.parallel_trials
         num_left = job.budget.trials - launches.num_settings_launched() + len(self._running)
         # Confirming launches go one by one, and take as long as so many side by side.
-        launches.expect(num_left + at_once * (CONFIRMATION_LAUNCHES // 2), at_once=at_once)
+        start_s = max((trial.start_s for trial in launches.trials), default=0.0)
+        launches.expect(
+            num_left + at_once * (CONFIRMATION_LAUNCHES // 2),
+            at_once=at_once,
+            besides_s=safe_rate_s(job, start_s=start_s),
+        )
         slo, start = self._findings.slo, self._findings.start
         ladder = Ladder(
             max_num_seqs=config.fence, max_load=job.max_load, thinks=job.workload.thinks, slo=slo, start=start

@@ -129,7 +129,7 @@ def _confirm(
         if launches.full_device is not None or choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
             break
         burst_load = _burst_load(choice, choice.stage.users)
-        choice, pair = confirm_production(choice, defaults, launches, slo=slo, burst_load=burst_load)
+        choice, pair = confirm_production(choice, defaults, launches, job, slo=slo, burst_load=burst_load)
         reason = refutation(choice, pair, slo)
         if reason is None:
             broken = job.broken_by(choice.config)

@@ -26,7 +26,7 @@ from tuner.job import load_job
 from tuner.ladder import LadderStep
 from tuner.launches import Launches
 from tuner.measure.stage import MeasuredStage
-from tuner.planning import SAFE_RATE_STAGES
+from tuner.planning import SAFE_RATE_STAGES, safe_rate_s
 from tuner.progress import Clock
 from tuner.records import Estimate, Failed, FailureKind, Measured, StageKind, StageRecord, TrialRecord, TrialRole
 from tuner.store import AskedTrial, RunStore, keep_stage
@@ -570,6 +570,38 @@ def test_a_start_gets_no_more_than_is_left_of_the_budget_but_never_less_than_tho
     assert all(limit is not None and 500 < limit <= 600 for limit in limits)
     _, _, workers = _run(tmp_path / "short", reshape=_saturating, over={"budget": {"trials": 3, "time": "1s"}})
     assert {spec.most_start_s for spec in workers.launched} == {60.0}
+
+
+class _Clocks(Silent):
+    """Keeps what was said of the time left, by the role of what had begun last."""
+
+    def __init__(self) -> None:
+        self.left_s: dict[TrialRole, list[float]] = {}
+        self._role = TrialRole.STUDY
+
+    def trial_began(self, number: int, role: TrialRole, config: EngineConfig, origin: str, clock: Clock) -> None:
+        """Note the role."""
+        del number, config, origin, clock
+        self._role = role
+
+    def stage_ended(self, number: int, stage: StageRecord, clock: Clock) -> None:
+        """Note the time."""
+        del number, stage
+        if clock.left_s is not None:
+            self.left_s.setdefault(self._role, []).append(clock.left_s)
+
+
+def test_the_time_left_knows_that_the_safe_rate_takes_longer_than_a_launch(tmp_path: Path) -> None:
+    """Who is told of ten seconds, and waits a minute, believes no figure of the tool any more."""
+    job = load_job("embedded", {"budget": {"time": "10h"}})
+    origin = resolved_run().recommendation.provenance
+    clocks = _Clocks()
+    run_tuning(job, RunStore.create(tmp_path, job, origin), origin, FakeWorkers(reshape=_saturating), clocks)
+    rate_s = safe_rate_s(job, start_s=1.0)
+    assert rate_s > 20
+    for role in (TrialRole.STUDY, TrialRole.CONFIRM_PRODUCTION):
+        assert min(clocks.left_s[role]) >= rate_s
+    assert clocks.left_s[TrialRole.SAFE_RATE][0] >= 0.8 * rate_s
 
 
 def test_time_spent_before_a_run_was_cut_off_counts(tmp_path: Path) -> None:
