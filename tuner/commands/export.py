@@ -15,7 +15,7 @@ from tuner.export.command_args import command_args
 from tuner.export.context import ExportContext, ExportRefusedError
 from tuner.export.engine_yaml import engine_yaml
 from tuner.export.runbook import runbook
-from tuner.export.vllm_yaml import vllm_args, vllm_env, vllm_yaml
+from tuner.export.vllm_yaml import caveat, vllm_args, vllm_env, vllm_yaml
 from tuner.gpus import described_gpus
 from tuner.inputs import InputError
 from tuner.job import TuningJob
@@ -50,8 +50,12 @@ def export(
 ) -> None:
     """Write a run's production and protective configs, each a file that starts an engine, and the runbook."""
     store = RunStore.open(run)
-    chosen = file_format or formats_of(store.job())[0]
-    for warning in warnings(store.recommendation().provenance, here=described_gpus()):
+    job, provenance = store.job(), store.recommendation().provenance
+    chosen = file_format or formats_of(job)[0]
+    said = warnings(provenance, here=described_gpus())
+    if chosen == "args" and job.engine.definition is None and (not_on_vllm := caveat(provenance, job.model)):
+        said.append(not_on_vllm)  # the file is one line for a shell and holds no words
+    for warning in said:
         typer.echo(f"warning: {warning}", err=True)
     written = write_exports(store, (chosen,), out or store.path / "export", profile=profile)
     if not written:

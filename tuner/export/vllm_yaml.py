@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 
+from tuner.answer import Provenance
 from tuner.engine_config import Setting
 from tuner.export.context import ExportContext, ExportRefusedError, check_exportable, document, header
 from tuner.export.settings import check_extra_args, keys, known_to_the_target, settings
@@ -29,7 +30,12 @@ def vllm_yaml(context: ExportContext) -> str:
                 f"extra_args: {name} can stand in no config file, it is short or stands twice: export --format args"
             )
         told[key] = values if len(values) > 1 else values[0] if values else True
-    return document(context, keys=told, start="vllm serve --config FILE", caveat=_caveat(context))
+    return document(
+        context,
+        keys=told,
+        start="vllm serve --config FILE",
+        caveat=caveat(context.recommendation.provenance, context.model),
+    )
 
 
 def vllm_args(context: ExportContext) -> str:
@@ -48,15 +54,21 @@ def vllm_env(context: ExportContext) -> str:
     """The variables the engine was measured with, a line each, as `docker run --env-file` takes them.
 
     Raises:
-        ExportRefusedError: as `vllm_yaml` does, and for a value of several lines.
+        ExportRefusedError: as `vllm_yaml` does, for an engine that has none, and for a value of several lines.
     """
     check_exportable(context)
+    engine = context.recommendation.provenance.engine
+    if engine != "vllm":
+        raise ExportRefusedError(
+            f"the run measured {engine}, which has none of vLLM's variables, and without settings vLLM would start on "
+            "its defaults: export --format vllm or args"
+        )
     for name, value in context.environment.items():
         if not value.isprintable():
             raise ExportRefusedError(f"{name} holds a line break, which no line of an env file can: leave it out")
-    start = "docker run --env-file FILE"
+    start = "docker run --env-file FILE IMAGE, with the arguments of --format args"
     lines = "".join(f"{name}={value}\n" for name, value in sorted(context.environment.items()))
-    return header(context, start=start, caveat=_caveat(context)) + lines
+    return header(context, start=start, caveat=caveat(context.recommendation.provenance, context.model)) + lines
 
 
 def _keys(context: ExportContext) -> dict[str, Setting]:
@@ -66,8 +78,9 @@ def _keys(context: ExportContext) -> dict[str, Setting]:
     return {**served, **keys(known_to_the_target(settings(context), context))}
 
 
-def _caveat(context: ExportContext) -> str:
-    engine = context.recommendation.provenance.engine
+def caveat(provenance: Provenance, model: str) -> str:
+    """What of the figures does not carry over to vLLM; empty where they were measured on it."""
+    engine = provenance.engine
     if engine == "vllm":
         return ""
     name = "the built-in engine" if engine == "builtin" else engine
@@ -75,6 +88,6 @@ def _caveat(context: ExportContext) -> str:
         f"measured on {name}, not on vLLM: the parameters mean the same there, the figures do not carry over.",
         "Tune or re-measure on vLLM and its hardware before you rely on them.",
     ]
-    if context.model == "embedded":
+    if model == "embedded":
         lines.append("`embedded` is the built-in engine's own model: name the folder or hub id vLLM is to load.")
     return "\n".join(lines)

@@ -146,6 +146,16 @@ def test_export_writes_one_profile_where_it_is_asked_to(
     assert str(out / "protective.vllm.yaml") in capsys.readouterr().out
 
 
+def test_a_line_of_arguments_is_told_where_its_figures_come_from(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line itself holds no words: whoever pastes it must not believe that it was measured on vLLM."""
+    assert _run(monkeypatch, "export", str(run), "--format", "args", "--out", str(tmp_path / "out")) == 0
+    told = capsys.readouterr().err
+    assert "measured on the built-in engine, not on vLLM" in told
+    assert "name the folder or hub id vLLM is to load" in told
+
+
 def test_report_can_be_written_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A report that was deleted or is from an older version is one command away."""
     (run / "report.html").unlink()

@@ -275,11 +275,16 @@ def test_a_required_parameter_that_is_missing_is_an_error() -> None:
 
 def test_the_variables_that_belong_to_the_engine_go_with_it() -> None:
     """Threads bound otherwise are another machine; a value of two lines would become a variable of its own."""
-    text = vllm_env(replace(production_context(), environment={"VLLM_CPU_OMP_THREADS_BIND": "0-3", "A": "b c"}))
+    ours = production_context()
+    with pytest.raises(ExportRefusedError, match=r"measured builtin.*--format vllm or args"):
+        vllm_env(ours)  # an empty file would start vLLM on its defaults, and look like an answer
+    on_vllm = ours.recommendation.provenance.model_copy(update={"engine": "vllm"})
+    context = replace(ours, recommendation=ours.recommendation.model_copy(update={"provenance": on_vllm}))
+    text = vllm_env(replace(context, environment={"VLLM_CPU_OMP_THREADS_BIND": "0-3", "A": "b c"}))
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert lines == ["A=b c", "VLLM_CPU_OMP_THREADS_BIND=0-3"]
     with pytest.raises(ExportRefusedError, match="A holds a line break"):
-        vllm_env(replace(production_context(), environment={"A": "b\nC=d"}))
+        vllm_env(replace(context, environment={"A": "b\nC=d"}))
 
 
 def test_the_fallback_is_lower_in_what_was_tuned_and_higher_in_nothing(tmp_path: Path) -> None:
@@ -293,8 +298,8 @@ def test_the_fallback_is_lower_in_what_was_tuned_and_higher_in_nothing(tmp_path:
     three = ("max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization")
     assert all(low[key] <= high[key] for key in three)
     assert any(low[key] < high[key] for key in three)
-    written = write_exports(store, ("args", "env", "engine"), tmp_path / "more", profile="production")
-    names = ["production.args.txt", "production.env", "production.engine.yaml", "runbook.md"]
+    written = write_exports(store, ("args", "engine"), tmp_path / "more", profile="production")
+    names = ["production.args.txt", "production.engine.yaml", "runbook.md"]
     assert [path.name for path in written] == names
 
 
