@@ -45,10 +45,11 @@ def test_a_norm_with_a_wide_weight() -> None:
     agree(lambda: rms_norm.rms_norm(x, weight, 1e-6), lambda: reference.rms_norm(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("rows", [(3,), (2, 3)])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_adding_to_the_residual_stream_keeps_the_rounded_sum(dtype: torch.dtype) -> None:
-    """The next layer adds to what was stored; the norm must be of that."""
-    x, residual = padded(_drawn(3, 129, dtype=dtype)), padded(_drawn(3, 129, dtype=dtype, seed=2), by=5)
+def test_adding_to_the_residual_stream_keeps_the_rounded_sum(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    """The next layer adds to what was stored, which lies elsewhere; the norm must be of that."""
+    x, residual = padded(_drawn(*rows, 129, dtype=dtype)), padded(_drawn(*rows, 129, dtype=dtype, seed=2), by=5)
     weight = _drawn(129, dtype=dtype, seed=1)
 
     agree(
