@@ -330,7 +330,7 @@ def test_a_strangers_server_on_the_port_gets_no_request_and_breaks_no_study(
     """A healthy answer is no proof that it is our engine; the trial fails for reasons outside the config."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
         threading.Thread(target=stranger.serve_forever, daemon=True).start()
-        monkeypatch.setattr("tuner.trial.free_port", lambda: stranger.server_port)
+        monkeypatch.setattr("tuner.engines.starting.free_port", lambda: stranger.server_port)
         stages, trial = _run(_spec(tmp_path, _steps(1)))
         stranger.shutdown()
 

@@ -194,7 +194,7 @@ def test_a_setting_that_cannot_start_is_told_by_the_line_that_says_why(
 def test_a_port_that_somebody_took_condemns_no_setting(make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the choice of a port and its use another process may be quicker."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr("tuner.trial.free_port", lambda: taken.getsockname()[1])
+        monkeypatch.setattr("tuner.engines.starting.free_port", lambda: taken.getsockname()[1])
         failed = _failure(make_spec(1))
     assert failed.kind is FailureKind.INFRASTRUCTURE
     assert "Address already in use" in failed.detail
