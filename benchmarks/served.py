@@ -34,15 +34,16 @@ def served(model: str, *arguments: str) -> Iterator[str]:
     command = [sys.executable, "-m", "engine", "serve", model, "--port", "0", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stderr is not None  # noqa: S101 - a pipe was asked for
-        url = _url(process.stderr)
         # A pipe that nobody empties stops what writes into it.
         rest = threading.Thread(target=sys.stderr.writelines, args=(process.stderr,))
-        rest.start()
         try:
+            url = _url(process.stderr)
+            rest.start()
             yield url
         finally:
             process.terminate()
-            rest.join()
+            if rest.ident is not None:
+                rest.join()
 
 
 def _url(said: Iterable[str]) -> str:

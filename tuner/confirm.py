@@ -57,17 +57,17 @@ def confirm_production(
     rate_s = safe_rate_s(job, start_s=choice.trial.start_s, rate_rps=choice.stage.request_throughput_rps)
     launches.expect(2 * len(turn) + MAX_PROTECTIVE_LAUNCHES, besides_s=rate_s)
     first = [(each, _confirm_once(each, candidates, defaults, launches, slo=slo, burst_load=None)) for each in turn]
-    if choice.rival is None and _is_refuted(once := _stands(choice, first, launches), slo):
+    if choice.rival is None and _is_refuted(once := _stands(choice, first, launches, slo), slo):
         return once
     goes_on = any(launches.has_begun(TrialRole.CONFIRM_PRODUCTION, each.config) for each in candidates)
     if launches.is_time_up() and not goes_on:
         launches.note("the job's time is up: production and the defaults were re-measured once each, not twice")
-        return _stands(choice, first, launches)
+        return _stands(choice, first, launches, slo)
     again = [
         (each, _confirm_once(each, candidates, defaults, launches, slo=slo, burst_load=burst_load))
         for each in turn[::-1]
     ]
-    return _stands(choice, [*first, *again], launches)
+    return _stands(choice, [*first, *again], launches, slo)
 
 
 def _is_refuted(once: tuple[ProductionChoice, ConfirmedPair], slo: Slo) -> bool:
@@ -101,15 +101,18 @@ def _confirm_once(
 
 
 def _stands(
-    choice: ProductionChoice, made: Sequence[tuple[ProductionChoice | None, TrialRecord]], launches: Launches
+    choice: ProductionChoice,
+    made: Sequence[tuple[ProductionChoice | None, TrialRecord]],
+    launches: Launches,
+    slo: Slo,
 ) -> tuple[ProductionChoice, ConfirmedPair]:
-    """Who is production: the choice, or its rival where that is faster beyond noise."""
+    """Who is production: the choice, or its rival where that is faster beyond noise and bears its own launches."""
 
     def of(who: ProductionChoice | None) -> tuple[TrialRecord, ...]:
         return tuple(trial for each, trial in made if each is who)
 
     standing, rival = choice, choice.rival
-    if rival is not None:
+    if rival is not None and refutation(rival, ConfirmedPair(production=of(rival), baseline=()), slo) is None:
         ahead = ratio(_throughputs(of(rival)), _throughputs(of(choice)), launch_noise(launches.so_far()))
         if ahead is not None and ahead.low is not None and ahead.low > 1:
             launches.note(f"{config_text(rival.config)} gives {ahead.value:.2f} times as much, beyond noise: taken")

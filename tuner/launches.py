@@ -317,7 +317,8 @@ class Launches:
 
     def _most_start_s(self) -> float:
         """What is left of the budget; a start that is like those before it is not given up for that."""
-        longest_s = max((trial.start_s for trial in self.trials), default=0.0)
+        came_up = [trial for trial in self.trials if _failure(trial) is not FailureKind.START_TIMEOUT]
+        longest_s = max((trial.start_s for trial in came_up), default=0.0)
         return max(FEWEST_START_S, START_ROOM * longest_s, self.seconds_left())
 
     def _cut_off(self, role: TrialRole, config: EngineConfig) -> AskedTrial | None:

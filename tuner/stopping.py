@@ -70,9 +70,9 @@ def run_until_told(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, _T]) -
 
     try:
         result = runner.run(watched())
-    except asyncio.CancelledError:
+    except BaseException as error:  # whatever it ended with: the stop comes first
         if is_told:
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt from error
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

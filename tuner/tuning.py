@@ -10,7 +10,7 @@ from tuner.analysis.explanation import Wanted
 from tuner.analysis.profiles import ProductionChoice, choose_production, run_verdict
 from tuner.analysis.protective import choose_protective
 from tuner.analysis.recommendation import Confirmations, recommend
-from tuner.analysis.refutation import refutation, with_room
+from tuner.analysis.refutation import ConfirmedPair, refutation, with_room
 from tuner.answer import LadderVerdict, Provenance, Recommendation, RunVerdict, Slo
 from tuner.confirm import confirm_production, measure_safe_rate, try_protective
 from tuner.engine_config import EngineConfig
@@ -129,6 +129,7 @@ def _confirm(
         if launches.full_device is not None or choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
             break
         burst_load = _burst_load(choice, choice.stage.users)
+        candidates = [choice] if choice.rival is None else [choice, choice.rival]
         choice, pair = confirm_production(choice, defaults, launches, job, slo=slo, burst_load=burst_load)
         reason = refutation(choice, pair, slo)
         if reason is None:
@@ -138,12 +139,18 @@ def _confirm(
             return Confirmations(choice=choice, pair=pair, setbacks=tuple(setbacks))
         launches.note(reason)
         setbacks.append(reason)
-        refuted.append(choice.config)
+        refuted += [choice.config, *(each.config for each in candidates if _is_refuted(each, launches, slo))]
         limits, ceiling = with_room(limits, choice, pair, slo=slo), _ceiling(job, launches)
-        choice = choose_production(searched, limits, ceiling=ceiling, refuted=refuted) or choose_production(
-            searched, slo, ceiling=ceiling, refuted=refuted
-        )
+        choice = choose_production(searched, limits, ceiling=ceiling, refuted=refuted)
+        if choice is None or choice.knee.verdict is not LadderVerdict.KNEE:
+            choice = choose_production(searched, slo, ceiling=ceiling, refuted=refuted)
     return Confirmations(setbacks=tuple(setbacks))
+
+
+def _is_refuted(candidate: ProductionChoice, launches: Launches, slo: Slo) -> bool:
+    made = [trial for trial in launches.so_far() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    own = tuple(trial for trial in made if trial.config == candidate.config)
+    return refutation(candidate, ConfirmedPair(production=own, baseline=()), slo) is not None
 
 
 def _burst_load(choice: ProductionChoice | None, otherwise: int) -> int:

@@ -93,6 +93,20 @@ def test_a_stop_in_the_last_moment_of_a_coroutine_is_not_lost() -> None:
         run_until_told(runner, last_moment())
 
 
+def test_a_stop_whose_clean_up_fails_is_a_stop_still() -> None:
+    """The answer from the stages that were kept would be lost to an error of a connection that closes."""
+
+    async def fails_at_the_end() -> None:
+        try:
+            _send(signal.SIGTERM)()
+            await asyncio.sleep(20)
+        finally:
+            raise OSError("connection reset")
+
+    with asyncio.Runner() as runner, pytest.raises(KeyboardInterrupt):
+        run_until_told(runner, fails_at_the_end())
+
+
 def test_what_nobody_stops_returns_its_result_and_raises_its_own_errors() -> None:
     """A stage that fails is no interrupt: the run would end instead of saying what is wrong."""
 

@@ -32,7 +32,7 @@ from tuner.records import Estimate, Failed, FailureKind, Measured, StageKind, St
 from tuner.store import AskedTrial, RunStore, keep_stage
 from tuner.study import STUDY_NAME
 from tuner.trial import TrialEvent, TrialSpec
-from tuner.tuning import run_tuning
+from tuner.tuning import MAX_CHOICES, run_tuning
 
 
 class Silent:
@@ -172,6 +172,28 @@ def test_a_close_call_is_decided_by_launches_in_turn(tmp_path: Path, ahead: floa
         assert answer.baseline.throughput_gain.value > 1.1
 
 
+def test_a_faster_rival_that_breaks_the_limits_takes_no_place_from_a_choice_that_held(tmp_path: Path) -> None:
+    """Launches that held are the answer: thrown away for a rival that cannot be deployed, the night has none."""
+    running: list[TrialSpec] = []
+
+    def remember(spec: TrialSpec) -> None:
+        running.append(spec)
+
+    def over_the_limit(made: StageRecord) -> StageRecord:
+        made, is_rival = _saturating(made), running[-1].origin == "rival"
+        larger = running[-1].config.max_num_batched_tokens >= 512
+        factor = {"rival": 1.4, "production": 1.0}.get(running[-1].origin, 1.05 if larger else 1.0)
+        changed = {"output_throughput": estimate(factor * made.output_throughput.value)}
+        return made.model_copy(update=changed | ({"itl_p95_ms": estimate(900.0)} if is_rival else {}))
+
+    answer, store, _ = _run(tmp_path, reshape=over_the_limit, fails=remember)
+    launched = [trial for trial in store.trials() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    assert [trial.origin for trial in launched] == ["production", "rival", "rival", "production"]
+    assert answer.verdict is RunVerdict.RESOLVED
+    assert answer.production is not None
+    assert answer.production.config == launched[0].config
+
+
 def test_protective_is_below_production_and_was_tried_with_the_burst(tmp_path: Path) -> None:
     """The fallback is never a guess: lower somewhere, higher nowhere, hit at twice the knee's load."""
     answer, store, _ = _run(tmp_path, reshape=_saturating)
@@ -217,8 +239,11 @@ def test_a_production_that_its_own_launches_refute_is_never_deployed(tmp_path: P
     assert answer.knee is None
     assert "refuted" in answer.reason
     assert "900 of 80 ms" in answer.reason
-    confirmed = [trial.config for trial in store.trials() if trial.origin == "production"]
-    assert len(set(map(str, confirmed))) == 2
+    launched = [trial for trial in store.trials() if trial.role is TrialRole.CONFIRM_PRODUCTION]
+    confirmed = [str(trial.config) for trial in launched if trial.origin == "production"]
+    assert len(set(confirmed)) == MAX_CHOICES
+    rivals = {str(trial.config) for trial in launched if trial.origin == "rival"}
+    assert not rivals & set(confirmed)  # what fell as a rival is not tried again as the next choice
 
 
 def test_a_choice_just_inside_a_limit_gives_way_to_one_with_room(tmp_path: Path) -> None:
@@ -570,6 +595,24 @@ def test_a_start_gets_no_more_than_is_left_of_the_budget_but_never_less_than_tho
     assert all(limit is not None and 500 < limit <= 600 for limit in limits)
     _, _, workers = _run(tmp_path / "short", reshape=_saturating, over={"budget": {"trials": 3, "time": "1s"}})
     assert {spec.most_start_s for spec in workers.launched} == {60.0}
+
+
+def test_a_start_that_hung_gives_the_next_one_no_more_time(tmp_path: Path) -> None:
+    """Each hang would else allow the next three times as long, with the budget long over."""
+
+    class _Hangs(FakeWorkers):
+        def run(self, spec: TrialSpec) -> Iterator[TrialEvent]:
+            *_, trial = super().run(spec)
+            assert isinstance(trial, TrialRecord)
+            yield trial.model_copy(update={"start_s": spec.most_start_s})
+
+    job = load_job("embedded", {"budget": {"trials": 3, "time": "10m"}})
+    origin = resolved_run().recommendation.provenance
+    hung = Failed(kind=FailureKind.START_TIMEOUT, detail="not ready")
+    workers = _Hangs(fails=lambda _: hung)
+    run_tuning(job, RunStore.create(tmp_path, job, origin), origin, workers, Silent())
+    assert len(workers.launched) > 1
+    assert all(spec.most_start_s is not None and spec.most_start_s <= 600 for spec in workers.launched)
 
 
 class _Clocks(Silent):

@@ -47,7 +47,10 @@ def cpu_times(root_pid: int | None) -> CpuTimes | None:
             used_s[process.pid, process.create_time()] = times.user + times.system
     except psutil.Error:
         return None
-    each = psutil.cpu_times(percpu=True)
+    try:
+        each = psutil.cpu_times(percpu=True)
+    except OSError:
+        return CpuTimes(root=(root.pid, root.create_time()), used_s=used_s)
     cpus = [each[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(each)]
     # Interrupts are not counted: most are the stage's own traffic.
     host = HostTimes(
