@@ -250,10 +250,10 @@ def served_model_name(spec: TrialSpec) -> str:
 def _come_up(spec: TrialSpec, engine: RunningEngine) -> Generator[TrialNote, None, float]:
     """Wait until the engine is ready; notes say how far it has come. Returns how long it took, in seconds."""
     adapter, told = _adapter(spec), None
-    starting = wait_until_ready(engine, adapter.health, timeout_s=_start_limit_s(spec))
+    coming_up = wait_until_ready(engine, adapter.health, timeout_s=_start_limit_s(spec))
     while True:
         try:
-            reached = adapter.progress(next(starting))
+            reached = adapter.progress(next(coming_up))
         except StopIteration as ready:
             return float(ready.value)
         if reached not in (None, told):
@@ -289,7 +289,7 @@ def _not_started(spec: TrialSpec, error: EngineStartError) -> Failed:
         limit_s, asked_s = _start_limit_s(spec), spec.job.engine.start_timeout
         what = f"after engine.start_timeout={asked_s:g}s" if asked_s else f"in {limit_s:.0f} s"
         if limit_s == spec.most_start_s and not asked_s:
-            what += ", all that the job's budget had left"
+            what += ", as long as the job's budget allows"
         detail = (
             f"the engine was not ready {what}{_so_far(spec)}: set a longer engine.start_timeout (15m, 1h) or see "
             f"{log_path} for what it waits for"

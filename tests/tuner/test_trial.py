@@ -301,7 +301,7 @@ def test_a_start_that_hangs_ends_with_the_jobs_budget(tmp_path: Path, monkeypatc
 
     assert isinstance(trial.outcome, Failed)
     assert trial.outcome.kind is FailureKind.START_TIMEOUT
-    for told in ("in 1 s, all that the job's budget had left", "set a longer engine.start_timeout"):
+    for told in ("in 1 s, as long as the job's budget allows", "set a longer engine.start_timeout"):
         assert told in trial.outcome.detail
 
 
